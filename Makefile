@@ -1,0 +1,72 @@
+# Everything a contributor or CI runs. `make` alone lists it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# Ranks on this machine, and what else is handed to the command: make train NPROC=4 ARGS='run.name=mine'
+NPROC ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest --durations=15
+SHELL_SCRIPTS := $(wildcard launch/*.sh) .ci/run
+
+# One thread per rank unless told otherwise (torchrun would say so at length), time to save when
+# stopped, and the renderer that this machine has.
+export OMP_NUM_THREADS ?= 1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 120
+WITH_RENDERER := export MUJOCO_GL=$${MUJOCO_GL:-$$(launch/system_packages.sh --renderer)};
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## install what is missing: system libraries (if root) and .venv
+	@launch/system_packages.sh
+	@launch/setup.sh
+
+# exec makes torchrun the direct child of make, so that Ctrl-C and kill reach the training.
+.PHONY: train
+train: setup ## train the quickstart on NPROC=2 ranks; ARGS='key=value …' overrides
+	@$(WITH_RENDERER) set -x; exec $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m dvla.train \
+	  experiment=quickstart run.name=quickstart $(ARGS)
+
+.PHONY: test
+test: setup ## every test (those that need a GPU skip themselves); ARGS are pytest's
+	@$(WITH_RENDERER) set -x; exec $(PYTEST) $(ARGS)
+
+.PHONY: test-unit
+test-unit: setup ## tests of single parts, no other process
+	@$(WITH_RENDERER) set -x; exec $(PYTEST) tests/unit $(ARGS)
+
+.PHONY: test-distributed
+test-distributed: setup ## tests on several ranks
+	@$(WITH_RENDERER) set -x; exec $(PYTEST) tests/distributed $(ARGS)
+
+.PHONY: test-e2e
+test-e2e: setup ## tests that train from the command line
+	@$(WITH_RENDERER) set -x; exec $(PYTEST) tests/e2e $(ARGS)
+
+.PHONY: lint
+lint: setup ## ruff, mypy, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck $(SHELL_SCRIPTS)
+
+.PHONY: fmt
+fmt: setup ## format and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: clean
+clean: ## remove caches and build output; .venv and runs stay
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist outputs src/*.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: clean-runs
+clean-runs: ## remove all runs, with their checkpoints
+	rm -rf runs

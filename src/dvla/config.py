@@ -1,0 +1,414 @@
+"""Every setting of a run, typed. Imports no torch, so that `--cfg job` and tools start at once.
+
+Entry points compose YAML with Hydra (`conf/`), turn it into these dataclasses with `load`, and pass the dataclasses on;
+nothing else sees OmegaConf. A value that cannot work is refused here, by key, before any simulator starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names its key."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+class Device(Enum):
+    """Where policies compute. Members are matched by name on the command line."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Schedule(Enum):
+    """How the lanes of a rank share time."""
+
+    overlapped = "overlapped"
+    """Four threads, the product."""
+    serial = "serial"
+    """The same lanes in turn on one thread: the synchronous, bit-reproducible baseline."""
+
+
+class Placement(Enum):
+    """Which ranks sample, infer and train."""
+
+    colocated = "colocated"
+    """All three on every rank."""
+
+
+class Objective(Enum):
+    """How the loss corrects for decisions made by older weights."""
+
+    decoupled = "decoupled"
+    """Importance weight pi_prox/pi_behavior times the clipped ratio pi/pi_prox (AReaL, arXiv 2505.24298)."""
+    clip = "clip"
+    """PPO's clipped ratio pi/pi_behavior."""
+
+
+class LogprobType(Enum):
+    """What one probability ratio covers."""
+
+    token = "token"
+    """One element of one action."""
+    action = "action"
+    """One control step's action."""
+    chunk = "chunk"
+    """A whole decision."""
+
+
+class Precision(Enum):
+    """Compute dtype of learner and replica; masters and optimiser are always fp32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class RewardMode(Enum):
+    """What the simulator pays."""
+
+    sparse = "sparse"
+    """1 on success, else 0."""
+    dense = "dense"
+    """The simulator's shaped reward, scaled to at most 1 a step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """Where a run lives on disk."""
+
+    name: str = "default"
+    """Folder name below `root`."""
+    root: str = "runs"
+    """Folder that holds all runs."""
+    clean: bool = False
+    """Replace an old run of this name."""
+    checkpoint_every: int = 10
+    """Optimiser steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 2
+    """Complete checkpoints to keep, newest first."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(
+            self.name not in {"", ".", ".."} and Path(self.name).name == self.name,
+            f"run.name={self.name!r}: give a plain folder name",
+        )
+        _require(self.checkpoint_every >= 1, "run.checkpoint_every must be at least 1")
+        _require(self.keep_checkpoints >= 1, "run.keep_checkpoints must be at least 1")
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.root) / self.name
+
+
+@dataclass(kw_only=True, slots=True)
+class EnvConfig:
+    """The simulator and its episodes."""
+
+    name: str = "reach"
+    """`reach`, `maniskill`, or `package.module:Class` for an own environment."""
+    task: str = "reach"
+    """The simulator's name of the task."""
+    cameras: tuple[str, ...] = ("top",)
+    """Cameras to render, in this order; empty to train from state alone."""
+    image_size: tuple[int, int] = (64, 64)
+    """Height and width of every picture, pixels."""
+    max_episode_steps: int = 32
+    """Control steps after which an episode is cut."""
+    reward_mode: RewardMode = RewardMode.sparse
+    terminate_on_success: bool = True
+    """End an episode at its first success. With a dense reward leave it off: ending early would cost return."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's own; unknown ones are refused."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(self.max_episode_steps >= 1, "env.max_episode_steps must be at least 1")
+        _require(
+            not self.cameras or min(self.image_size) >= 1,
+            f"env.image_size={list(self.image_size)}: height and width must be at least 1 pixel",
+        )
+        _require(len(set(self.cameras)) == len(self.cameras), "env.cameras names a camera twice")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The policy."""
+
+    name: str = "mlp"
+    """`openvla_oft`, `mlp`, or `package.module:Class` for an own policy."""
+    preset: str = "default"
+    """A named set of sizes."""
+    num_action_chunks: int = 8
+    """Control steps one decision covers (K)."""
+    temperature: float = 1.0
+    """Softmax temperature of sampling; log-probabilities are recomputed at the same one."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Single sizes or switches of the model that differ from the preset; unknown ones are refused."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(self.num_action_chunks >= 1, "model.num_action_chunks must be at least 1")
+        _require(self.temperature > 0, "model.temperature must be above 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgoConfig:
+    """GRPO, its staleness rule and its optimiser."""
+
+    group_size: int = 8
+    """Episodes of one group (G): one task, one initial state. The only place where G is set."""
+    groups_per_step: int = 8
+    """Groups of one batch, over all ranks."""
+    num_steps: int = 100
+    """Optimiser steps of the whole run."""
+    update_epochs: int = 1
+    """Optimiser steps taken on each batch."""
+    max_staleness: int = 1
+    """Batches by which the weights that sampled may be older than those that train; 0 is on-policy."""
+    objective: Objective = Objective.decoupled
+    logprob_type: LogprobType = LogprobType.token
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.28
+    dual_clip: float | None = 3.0
+    """Bound c of the loss for negative advantages; null switches it off."""
+    behavior_ratio_cap: float | None = 5.0
+    """Largest pi_prox/pi_behavior of the decoupled objective; null leaves it unbounded."""
+    entropy_coef: float = 0.0
+    normalize_by_std: bool = True
+    """Divide advantages by the group's standard deviation."""
+    length_normalization: bool = True
+    """Weigh each episode by one, whatever its number of decisions."""
+    filter_zero_signal: bool = True
+    """Drop groups whose returns are all equal and sample others instead."""
+    max_dropped_per_step: int = 16
+    """Dropped groups a batch, over all ranks, after which such groups are kept, so that sampling always ends."""
+    micro_batch_size: int = 32
+    """Decisions of one forward-backward pass on one rank."""
+    lr: float = 1e-4
+    warmup_steps: int = 0
+    """Optimiser steps over which the learning rate rises linearly from lr/warmup_steps to lr."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(self.group_size >= 2, "algo.group_size must be at least 2: an advantage compares members of a group")
+        for key in ("groups_per_step", "num_steps", "update_epochs", "micro_batch_size"):
+            _require(getattr(self, key) >= 1, f"algo.{key} must be at least 1")
+        for key in ("max_staleness", "max_dropped_per_step", "warmup_steps"):
+            _require(getattr(self, key) >= 0, f"algo.{key} must be at least 0")
+        _require(
+            self.num_steps % self.update_epochs == 0,
+            f"algo.num_steps={self.num_steps} must be a multiple of algo.update_epochs={self.update_epochs}",
+        )
+        _require(0 < self.clip_ratio_low < 1, "algo.clip_ratio_low must lie between 0 and 1")
+        _require(self.clip_ratio_high > 0, "algo.clip_ratio_high must be above 0")
+        _require(self.dual_clip is None or self.dual_clip > 1, "algo.dual_clip must be above 1, or null")
+        _require(
+            self.behavior_ratio_cap is None or self.behavior_ratio_cap >= 1,
+            "algo.behavior_ratio_cap must be at least 1, or null",
+        )
+        _require(
+            self.objective is Objective.decoupled or self.behavior_ratio_cap is None,
+            "algo.behavior_ratio_cap acts on algo.objective=decoupled only: set it to null with clip",
+        )
+        _require(self.lr > 0, "algo.lr must be above 0")
+        _require(self.max_grad_norm > 0, "algo.max_grad_norm must be above 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class PlacementConfig:
+    """Which ranks do what."""
+
+    name: Placement = Placement.colocated
+
+
+@dataclass(kw_only=True, slots=True)
+class RuntimeConfig:
+    """Lanes, workers and process groups."""
+
+    schedule: Schedule = Schedule.overlapped
+    num_envs: int = 8
+    """Environments of one rank."""
+    num_workers: int = 1
+    """Worker processes of one rank; each runs num_envs / num_workers environments in turn."""
+    num_slots: int | None = None
+    """Episode slots of one rank; null takes what the staleness window can fill."""
+    max_batch: int = 64
+    """Decisions of one inference batch at most."""
+    max_wait_s: float = 0.002
+    """Seconds an inference batch waits for more requests once it has one."""
+    precision: Precision = Precision.fp32
+    sync_every_micro_batch: bool = False
+    """Reduce gradients after every micro-batch (least memory) instead of once a step (least traffic)."""
+    verify_weights: bool = False
+    """Hash every weight transfer on both ends and stop on a difference."""
+    torch_threads: int | None = None
+    """Compute threads of each rank; null shares the cores among the ranks of the node."""
+    wait_timeout_s: float = 600.0
+    """Seconds a lane waits for another before the run stops and says who waited for what."""
+    setup_timeout_s: float = 600.0
+    """Seconds for the simulators to start."""
+    collective_timeout_s: float = 600.0
+    """Seconds a collective may take before its group gives up."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        for key in ("num_envs", "num_workers", "max_batch"):
+            _require(getattr(self, key) >= 1, f"runtime.{key} must be at least 1")
+        _require(
+            self.num_envs % self.num_workers == 0,
+            f"runtime.num_envs={self.num_envs} must be a multiple of runtime.num_workers={self.num_workers}",
+        )
+        _require(self.max_wait_s >= 0, "runtime.max_wait_s must be at least 0")
+        _require(
+            self.torch_threads is None or self.torch_threads >= 1, "runtime.torch_threads must be at least 1, or null"
+        )
+        for key in ("wait_timeout_s", "setup_timeout_s", "collective_timeout_s"):
+            _require(getattr(self, key) > 0, f"runtime.{key} must be above 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class TelemetryConfig:
+    """What a run shows and records."""
+
+    console: bool = True
+    """Live view on rank 0 (plain lines when the output is no terminal)."""
+    trace: bool = False
+    """Record the lanes' spans to traces/ (Chrome Trace Event JSON)."""
+    tensorboard: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """A whole run."""
+
+    seed: int = 0
+    """Decides weights, tasks, initial states and every random draw of sampling."""
+    device: Device = Device.auto
+    resume: str = "none"
+    """`none`, `auto` (go on from the run's last complete checkpoint, if there is one), or the path of a checkpoint."""
+    run: RunConfig = field(default_factory=RunConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        """Check what several fields must agree on."""
+        _require(0 <= self.seed < 2**31, "seed must lie between 0 and 2^31 - 1")
+        _require(
+            self.model.num_action_chunks <= self.env.max_episode_steps,
+            f"model.num_action_chunks={self.model.num_action_chunks} is longer than an episode "
+            f"(env.max_episode_steps={self.env.max_episode_steps})",
+        )
+        _require(
+            self.algo.max_staleness == 0 or self.runtime.schedule is Schedule.overlapped,
+            "runtime.schedule=serial is on-policy: set algo.max_staleness=0",
+        )
+        _require(
+            self.runtime.num_slots is None or self.runtime.num_slots >= self.algo.group_size,
+            f"runtime.num_slots={self.runtime.num_slots} cannot hold one group "
+            f"(algo.group_size={self.algo.group_size})",
+        )
+
+    @property
+    def max_decisions(self) -> int:
+        """Decisions of the longest episode (T)."""
+        return -(-self.env.max_episode_steps // self.model.num_action_chunks)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the whole run; each gives `algo.update_epochs` optimiser steps."""
+        return self.algo.num_steps // self.algo.update_epochs
+
+    def groups_per_rank(self, world_size: int) -> int:
+        """Groups each of `world_size` ranks gives to a batch.
+
+        Raises:
+            ConfigError: The batch does not divide among the ranks.
+        """
+        _require(
+            self.algo.groups_per_step % world_size == 0,
+            f"algo.groups_per_step={self.algo.groups_per_step} must be a multiple of the number of ranks ({world_size})",
+        )
+        return self.algo.groups_per_step // world_size
+
+    def slots_per_rank(self, world_size: int) -> int:
+        """Episode slots of each rank: by default all that the staleness window can fill at once."""
+        batch = self.groups_per_rank(world_size) * self.algo.group_size
+        window = (self.algo.max_staleness + 1) * batch
+        slots = window if self.runtime.num_slots is None else min(window, self.runtime.num_slots)
+        _require(
+            self.algo.update_epochs == 1 or slots >= batch,
+            f"algo.update_epochs={self.algo.update_epochs} keeps a whole batch in its slots: runtime.num_slots must be "
+            f"at least {batch}",
+        )
+        return slots
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """The config as nested dicts, lists and scalars, enums by name."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return value.name
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return value
+
+    return plain(asdict(config))
+
+
+def config_hash(config: Config) -> str:
+    """SHA-256 of the resolved config; equal on all ranks of a sound run."""
+    return hashlib.sha256(json.dumps(to_plain(config), sort_keys=True).encode()).hexdigest()
+
+
+def load(composed: DictConfig) -> Config:
+    """Turn a composed Hydra config into a checked `Config`.
+
+    Raises:
+        ConfigError: A key is unknown, has the wrong type, or a value that cannot work.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"{key}: {first}" if key else first) from error
+    assert isinstance(result, Config)
+    return result
+
+
+def register() -> None:
+    """Give Hydra the schema of the whole config under the name ``base_config``; entry points call it once."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="base_config", node=Config)
+

@@ -1,0 +1,1 @@
+"""Simulators: the environment protocol, its adapters and the worker processes that run them."""

@@ -1,0 +1,125 @@
+"""A worker process: runs its environments in turn, straight into the rank's episode slots.
+
+Started by `dvla.envs.pool` as ``python -m dvla.envs.worker FD`` with one end of a packet socket. It first receives what to
+build, answers with the environments' `EnvSpec`, receives the slot memory, and then serves until the socket closes. It
+steps whole action chunks, stops the moment an episode ends, and renders once per chunk, only if another decision follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import sys
+import traceback
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dvla.envs.messages import MAX_PACKET, Kind, Record, unpack
+from dvla.envs.registry import environment_class
+from dvla.planes.slots import SlotField, layout_bytes, map_memory, slot_arrays
+from dvla.runtime.processes import die_with_parent, set_title
+
+if TYPE_CHECKING:
+    from dvla.envs.protocol import Environment
+
+
+class Episode:
+    """One environment and the episode it is in."""
+
+    def __init__(self, env: Environment, slots: dict[str, np.ndarray], terminate_on_success: bool) -> None:
+        self._env = env
+        self._slots = slots
+        self._terminate_on_success = terminate_on_success
+        self._max_steps = env.spec.max_episode_steps
+        self._steps = 0
+
+    def reset(self, order: Record) -> None:
+        """Begin the episode of a ticket and observe its initial state."""
+        slots, slot = self._slots, order.slot
+        initial = self._env.reset(order.task, order.seed)
+        slots["ticket"][slot] = order.ticket
+        slots["task"][slot] = order.task
+        slots["num_decisions"][slot] = 0
+        slots["success"][slot] = 0
+        slots["initial_state"][slot] = np.frombuffer(hashlib.blake2b(initial, digest_size=16).digest(), np.uint8)
+        self._steps = 0
+        self._env.observe(slots["images"][slot, 0], slots["state"][slot, 0])
+
+    def act(self, slot: int, decision: int) -> bool:
+        """Run the chunk of `decision`; True when the episode is over, else the next observation lies in the slot."""
+        slots = self._slots
+        reward, executed, over = 0.0, 0, False
+        for action in slots["actions"][slot, decision]:
+            step = self._env.step(action)
+            executed += 1
+            self._steps += 1
+            reward += step.reward
+            if step.success:
+                slots["success"][slot] = 1
+            over = (
+                step.terminated or self._steps >= self._max_steps or (step.success and self._terminate_on_success)
+            )
+            if over:
+                break
+        slots["executed_steps"][slot, decision] = executed
+        slots["rewards"][slot, decision] = reward
+        slots["num_decisions"][slot] = decision + 1
+        if not over:
+            self._env.observe(slots["images"][slot, decision + 1], slots["state"][slot, decision + 1])
+        return over
+
+
+def build(order: dict[str, Any]) -> list[Environment]:
+    """Make the environments of a worker."""
+    make = environment_class(order["env"])
+    return [make(**order["arguments"]) for _ in range(order["num_envs"])]
+
+
+def serve(link: socket.socket, episodes: list[Episode]) -> None:
+    """Obey orders until the rank closes the link."""
+    while packet := link.recv(MAX_PACKET):
+        for order in unpack(packet)[0]:
+            episode = episodes[order.env]
+            if order.kind is Kind.reset:
+                episode.reset(order)
+                answer = Record(Kind.observed, order.env, order.slot, 0)
+            elif episode.act(order.slot, order.decision):
+                answer = Record(Kind.finished, order.env, order.slot, order.decision)
+            else:
+                answer = Record(Kind.observed, order.env, order.slot, order.decision + 1)
+            link.send(answer.pack())
+
+
+def main() -> None:
+    """Entry of the process."""
+    die_with_parent()
+    link = socket.socket(fileno=int(sys.argv[1]))
+    environments: list[Environment] = []
+    try:
+        order = json.loads(link.recv(MAX_PACKET))
+        set_title(order["title"])
+        environments = build(order)
+        link.send(json.dumps(asdict(environments[0].spec)).encode())
+        packet, descriptors, _, _ = socket.recv_fds(link, MAX_PACKET, 1)
+        if not packet:
+            return
+        layout = [SlotField(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in json.loads(packet)]
+        slots = slot_arrays(map_memory(descriptors[0], layout_bytes(layout)), layout)
+        serve(link, [Episode(env, slots, order["terminate_on_success"]) for env in environments])
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the rank is gone; there is nobody left to tell
+    except BaseException as error:
+        traceback.print_exc()  # to this worker's log file
+        text = f"{type(error).__name__}: {error}".encode()[: MAX_PACKET // 2]
+        link.send(Record(Kind.failed, 0, 0).pack() + text)
+        raise SystemExit(1) from error
+    finally:
+        for env in environments:
+            env.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The four threads of a rank: sampling, inference, grpo, param_dist."""

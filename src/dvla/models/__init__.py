@@ -1,0 +1,1 @@
+"""Policies: the protocol the lanes rely on, and the models that follow it."""

@@ -1,0 +1,230 @@
+"""OpenVLA-OFT: a vision-language model that predicts a whole chunk of discrete actions in one parallel pass.
+
+The sequence is ``[BOS] [vision: patches × cameras] [proprio?] [pads] [prompt … "▁"] [placeholders: K·A] [STOP?]``. Attention
+is bidirectional over all of it, pads excepted. A placeholder has a zero embedding: only its position tells it which action
+element it stands for. Element i is read from the position before placeholder i (next-token shift), so the first one is
+read from the lone-space token that ends the prompt.
+
+The blocks are those of `transformers`; what is written here is the assembly. The blocks are called one by one, because
+the models' own `forward` would build masks and caches that this model has no use for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from dvla.envs.protocol import EnvSpec
+from dvla.models.openvla_oft_config import NUM_BINS, OpenVLAOFTConfig
+from dvla.models.openvla_oft_vision import FusedVisionBackbone, ProprioProjector, VisionProjector
+from dvla.models.policy import Decision, Observation, RecordField
+from dvla.models.tokenizer import SPACE, build_tokenizer
+from dvla.rl.noise import uniform
+
+MIN_UNIT_PARAMETERS = 1_000_000
+"""Smaller modules are no FSDP unit of their own: the latency of one more collective outweighs the memory it saves."""
+
+
+def prompt_text(instruction: str) -> str:
+    """The prompt of an instruction; its trailing space becomes the lone "▁"."""
+    return f"In: What action should the robot take to {instruction.lower()}?\nOut: "
+
+
+class _LastLayer(LlamaDecoderLayer):
+    """The last decoder layer, whose perceptron computes only the rows that are read."""
+
+    def forward(self, hidden_states: Tensor, rows: slice, **attention: object) -> Tensor:
+        """(B, S, d) to (B, len(rows), d)."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **attention)
+        hidden_states = (hidden_states + attended)[:, rows]
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class OpenVLAOFT(nn.Module):
+    """The policy; implements `dvla.models.policy.Policy`.
+
+    An action element is one of 256 bins. A recorded token is the column within the 256 action ids (0 … 255), which run
+    against the action axis: token 255 is the lowest bin, tokens 0 and 1 are both the highest.
+    """
+
+    def __init__(
+        self,
+        config: OpenVLAOFTConfig,
+        *,
+        spec: EnvSpec,
+        num_action_chunks: int,
+        temperature: float,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Build the model with the random weights of the underlying classes.
+
+        Args:
+            config: Sizes and switches.
+            spec: The environment: cameras, state and action sizes, and the instructions.
+            num_action_chunks: Control steps K of one decision.
+            temperature: Divides the logits, in `act` and `forward` alike.
+            tokenizer: A checkpoint's tokenizer; by default one is trained on the instructions.
+        """
+        super().__init__()
+        if not spec.cameras:
+            raise ValueError(f"model.name: openvla_oft needs images, but {spec.name} has no camera")
+        if config.use_proprio and not spec.state_dim:
+            raise ValueError(f"model.options.use_proprio: {spec.name} has no proprioceptive state")
+        if temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        self.config = config
+        self.temperature = temperature
+        self.num_action_chunks = num_action_chunks
+        self.action_dim = spec.action_dim
+        self.num_tokens = num_action_chunks * spec.action_dim
+        self.record_spec = {"tokens": RecordField((num_action_chunks, spec.action_dim), torch.uint8)}
+
+        self.vision_backbone = FusedVisionBackbone(config)
+        self.projector = VisionProjector(config.vision_size, config.llm_hidden_size)
+        self.proprio_projector = (
+            ProprioProjector(spec.state_dim, config.llm_hidden_size) if config.use_proprio else None
+        )
+        self.language_model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.num_embeddings,
+                hidden_size=config.llm_hidden_size,
+                intermediate_size=config.llm_mlp_size,
+                num_hidden_layers=config.llm_layers,
+                num_attention_heads=config.llm_heads,
+                pad_token_id=config.vocab_size,
+                rms_norm_eps=1e-6,
+                is_causal=False,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+        llm = self.language_model.model
+        llm.layers[-1] = _LastLayer(llm.config, config.llm_layers - 1)
+        if tokenizer is None:
+            texts = [prompt_text(instruction) for instruction in spec.instructions]
+            tokenizer = build_tokenizer(texts, config.first_action_id)
+        self._num_context = 1 + config.num_patches * len(spec.cameras) + config.use_proprio
+        prompts = [_tokenize(tokenizer, instruction) for instruction in spec.instructions]
+        self.set_prompts(prompts, stop_id=tokenizer.eos_token_id)
+
+    def set_prompts(self, prompts: Sequence[Sequence[int]], *, stop_id: int) -> None:
+        """Replace the tokenised prompts, one per task, each from BOS to the lone space."""
+        self._prompts = [list(prompt) for prompt in prompts]
+        self._stop_id = stop_id
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Compute all constants anew, on the device of the weights: they are in no checkpoint."""
+        llm = self.language_model.model
+        device = llm.embed_tokens.weight.device
+        llm.rotary_emb = LlamaRotaryEmbedding(llm.config).to(device)
+        self.vision_backbone.reset_buffers()
+
+        # Prompts are padded on the left, to the longest of the run rather than of the batch: so the action slots lie at
+        # the same place in every row, and a decision does not depend on which others share its batch.
+        longest = max(map(len, self._prompts))
+        tail = [self._stop_id] if self.config.keep_stop_token else []
+        pads = [longest - len(prompt) for prompt in self._prompts]
+        rows = [
+            [prompt[0], *[self.config.vocab_size] * pad, *prompt[1:], *tail]
+            for prompt, pad in zip(self._prompts, pads, strict=True)
+        ]
+        self._num_prompt = longest - 1
+        self._first_row = self._num_context + longest - 2  # position of the lone space
+        length = self._num_context + self._num_prompt + self.num_tokens + len(tail)
+        position = torch.arange(length, device=device).expand(len(pads), -1)
+        pad = torch.tensor(pads, device=device)[:, None]
+        after = position >= self._num_context  # positions behind which pads may lie
+        is_token = ~after | (position >= self._num_context + pad)
+        # Pads do not count: the tokens after them stand where they would stand without.
+        position = (position - pad * after).clamp(min=0)
+        is_padded = any(pads)
+        self.register_buffer("prompt_ids", torch.tensor(rows, device=device), persistent=False)
+        self.register_buffer("position_ids", position if is_padded else position[:1], persistent=False)
+        # Masked attention is slower, so tasks of equal length, and a single task, go without.
+        self.register_buffer("key_mask", is_token[:, None, None, :] if is_padded else None, persistent=False)
+
+        # 255 intervals lie between 256 edges; the token without an interval of its own shares its neighbour's.
+        interval = (NUM_BINS - 1 - torch.arange(NUM_BINS, device=device)).clamp(max=NUM_BINS - 2)
+        self.register_buffer("bin_centers", (2 * interval + 1) / (NUM_BINS - 1) - 1, persistent=False)
+
+    def act(self, obs: Observation, keys: Tensor) -> Decision:
+        """Sample one action chunk per observation, see `dvla.models.policy.Policy.act`."""
+        with torch.inference_mode():
+            logprobs = self._bin_logprobs(obs)
+        # Outside again, so that what is returned are ordinary tensors. Inverse transform sampling: scaling by the last
+        # entry, which is 1 but for rounding, keeps the target within the table.
+        cdf = logprobs.exp().cumsum(-1)
+        target = uniform(keys, self.num_tokens).unsqueeze(-1) * cdf[..., -1:]
+        tokens = torch.searchsorted(cdf, target)
+        shape = (-1, self.num_action_chunks, self.action_dim)
+        return Decision(
+            actions=self.bin_centers[tokens].view(shape),
+            logprobs=logprobs.gather(-1, tokens).view(shape),
+            record={"tokens": tokens.to(torch.uint8).view(shape)},
+        )
+
+    def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of recorded tokens, see `dvla.models.policy.Policy.forward`."""
+        logprobs = self._bin_logprobs(obs)
+        tokens = record["tokens"].long().view(-1, self.num_tokens, 1)
+        shape = (-1, self.num_action_chunks, self.action_dim)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, tokens).view(shape), entropy.view(shape)
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """The large live blocks; the head stays with the root, because its weight is read in the root's forward."""
+        candidates = [
+            *self.vision_backbone.live_blocks,
+            self.projector,
+            self.language_model.model.embed_tokens,
+            *self.language_model.model.layers,
+        ]
+        return [m for m in candidates if sum(p.numel() for p in m.parameters()) >= MIN_UNIT_PARAMETERS]
+
+    def embed(self, obs: Observation) -> Tensor:
+        """Input of the language model: (B, S, llm_hidden_size), in the weights' dtype."""
+        vision = self.projector(self.vision_backbone(obs.images.flatten(0, 1)))
+        batch, width = obs.images.shape[0], vision.shape[-1]
+        text = self.language_model.model.embed_tokens(self.prompt_ids[obs.task])
+        prompt_end = 1 + self._num_prompt
+        parts = [text[:, :1], vision.view(batch, -1, width)]
+        if self.proprio_projector is not None:
+            parts.append(self.proprio_projector(obs.state.to(text.dtype)).unsqueeze(1))
+        parts += [text[:, 1:prompt_end], text.new_zeros(batch, self.num_tokens, width), text[:, prompt_end:]]
+        return torch.cat(parts, dim=1)
+
+    def action_logits(self, obs: Observation) -> Tensor:
+        """Logits (B, K·A, 256) float32 of the action bins, before temperature."""
+        llm = self.language_model.model
+        hidden = self.embed(obs)
+        positions, mask = self.position_ids, self.key_mask
+        if mask is not None:
+            positions, mask = positions[obs.task], mask[obs.task]
+        attention = {
+            "attention_mask": mask,
+            "position_embeddings": llm.rotary_emb(hidden, position_ids=positions),
+            "is_causal": False,  # without a mask the layers would be causal otherwise
+        }
+        for layer in llm.layers[:-1]:
+            hidden = layer(hidden, **attention)
+        rows = slice(self._first_row, self._first_row + self.num_tokens)
+        hidden = llm.norm(llm.layers[-1](hidden, rows, **attention))
+        first = self.config.first_action_id
+        return F.linear(hidden, self.language_model.lm_head.weight[first : first + NUM_BINS]).float()
+
+    def _bin_logprobs(self, obs: Observation) -> Tensor:
+        """Log-probabilities (B, K·A, 256) float32 of the action bins."""
+        return (self.action_logits(obs) / self.temperature).log_softmax(-1)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]:
+    """Token ids of a prompt, from BOS to the lone space."""
+    ids = [tokenizer.bos_token_id, *tokenizer.encode(prompt_text(instruction), add_special_tokens=False)]
+    space = tokenizer.convert_tokens_to_ids(SPACE)
+    return ids if ids[-1] == space else [*ids, space]

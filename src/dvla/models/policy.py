@@ -1,0 +1,67 @@
+"""The contract between a model and the lanes: implement `Policy` to train your own.
+
+A policy is an ``nn.Module``. The inference lane calls `act` on a plain replica; the learner calls the module itself
+(`forward`), so that FSDP2's hooks run, and gets the log-probabilities of the same decisions again. Both must agree to
+rounding when the weights are the same: same temperature, masks, padding and dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A batch of B observations, on the policy's device."""
+
+    images: Tensor
+    """(B, cameras, H, W, 3) uint8 RGB; cameras may be 0."""
+    state: Tensor
+    """(B, state_dim) float32."""
+    task: Tensor
+    """(B,) int64, an index into the environment's instructions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A batch of B decisions: one chunk of K actions of A dimensions each."""
+
+    actions: Tensor
+    """(B, K, A) float32 in [-1, 1]: what the simulator executes."""
+    logprobs: Tensor
+    """(B, K, A) float32: log-probability of each action element under the behaviour policy."""
+    record: dict[str, Tensor]
+    """What `forward` needs to find these log-probabilities again, keys and shapes as in `Policy.record_spec`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordField:
+    """Shape (without the batch axis) and dtype of one entry of a decision's record."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Policy(Protocol):
+    """A trainable policy; implementations are ``nn.Module``s."""
+
+    record_spec: dict[str, RecordField]
+
+    def act(self, obs: Observation, keys: Tensor) -> Decision:
+        """Choose one action chunk per observation.
+
+        Args:
+            obs: B observations.
+            keys: (B,) int64 noise keys, see `dvla.rl.noise`: all randomness must come from them, so that a decision
+                does not depend on which others share its batch.
+        """
+
+    def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies (B, K, A) float32 of recorded decisions, differentiable."""
+
+    def fsdp_units(self) -> list[torch.nn.Module]:
+        """Submodules to shard as units of their own, in forward order; the rest goes to the root unit."""

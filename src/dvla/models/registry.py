@@ -1,0 +1,125 @@
+"""From the names in a config to a policy with reproducible initial weights.
+
+Models are imported when they are asked for: a run of the perceptron must not pay for importing transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dvla.envs.protocol import EnvSpec
+
+
+def build_policy(
+    name: str,
+    preset: str,
+    options: Mapping[str, Any],
+    *,
+    spec: EnvSpec,
+    num_action_chunks: int,
+    temperature: float,
+    seed: int,
+) -> nn.Module:
+    """Build a policy on the CPU, in float32.
+
+    Args:
+        name: ``openvla_oft``, ``mlp``, or ``package.module:Class`` for a class of the user's, which is called as
+            ``Class(preset=..., spec=..., num_action_chunks=..., temperature=..., **options)``.
+        preset: Name of a set of sizes; a user's class gets it as it is.
+        options: Fields of the preset to change.
+        spec: The environment the policy is for.
+        num_action_chunks: Control steps K of one decision.
+        temperature: Sampling temperature, > 0.
+        seed: Determines the initial weights, whatever random numbers were drawn before; the global generators are left
+            as they were.
+
+    Raises:
+        ValueError: A name, preset or option is unknown or does not fit the environment; names the config key.
+    """
+    sizes = {"spec": spec, "num_action_chunks": num_action_chunks, "temperature": temperature}
+    # devices=(): everything is drawn on the CPU, and looking at the accelerators would initialise them.
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        if ":" in name:
+            policy = _build_custom(name, {"preset": preset, **sizes}, options)
+        else:
+            policy = _build_known(name, preset, options, sizes)
+    return policy.to(device="cpu", dtype=torch.float32)
+
+
+def _openvla_oft() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
+    from dvla.models.openvla_oft import OpenVLAOFT
+    from dvla.models.openvla_oft_config import PRESETS
+
+    return OpenVLAOFT, PRESETS
+
+
+def _mlp() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
+    from dvla.models.mlp import PRESETS, MLPPolicy
+
+    return MLPPolicy, PRESETS
+
+
+_MODELS: dict[str, Callable[[], tuple[Callable[..., nn.Module], Mapping[str, Any]]]] = {
+    "mlp": _mlp,
+    "openvla_oft": _openvla_oft,
+}
+
+
+def _build_known(name: str, preset: str, options: Mapping[str, Any], sizes: Mapping[str, Any]) -> nn.Module:
+    """Build one of the models that come with D-VLA."""
+    if name not in _MODELS:
+        allowed = ", ".join(_MODELS)
+        raise ValueError(f"model.name: unknown model {name!r}; allowed: {allowed}, or package.module:Class")
+    build, presets = _MODELS[name]()
+    if preset not in presets:
+        raise ValueError(f"model.preset: {name} has no preset {preset!r}; allowed: {', '.join(presets)}")
+    config = presets[preset]
+    allowed = [field.name for field in dataclasses.fields(config)]
+    for option, value in options.items():
+        if option not in allowed:
+            raise ValueError(f"model.options.{option}: {name} has no such option; allowed: {', '.join(allowed)}")
+        default = getattr(config, option)
+        if not _is_like(value, default):
+            raise ValueError(f"model.options.{option}: got {value!r}, needs a value like {default!r}")
+    try:
+        config = dataclasses.replace(config, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model.options: {error}") from error
+    return build(config, **sizes)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether `value` can stand in for `default` without changing its kind."""
+    if isinstance(value, bool) or isinstance(default, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    if isinstance(default, list | tuple):
+        return isinstance(value, list | tuple) and all(_is_like(item, default[0]) for item in value)
+    return isinstance(value, type(default))
+
+
+def _build_custom(name: str, sizes: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
+    """Build a policy of the user's own."""
+    module, _, attribute = name.partition(":")
+    try:
+        build = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model.name: cannot import {name!r}: {error}") from error
+    try:
+        inspect.signature(build).bind(**sizes, **options)
+    except TypeError as error:
+        raise ValueError(f"model.options: {name} cannot be called with these options: {error}") from error
+    policy = build(**sizes, **options)
+    missing = [part for part in ("record_spec", "act", "fsdp_units") if not hasattr(policy, part)]
+    if not isinstance(policy, nn.Module) or missing:
+        raise ValueError(f"model.name: {name} is no Policy (an nn.Module with record_spec, act and fsdp_units)")
+    return policy

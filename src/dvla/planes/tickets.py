@@ -1,0 +1,137 @@
+"""Tickets, groups, and the book that admits them.
+
+A ticket is the order to run one episode. A group is `group_size` tickets of one task from one initial state. The book
+numbers groups, decides when the next may start (`dvla.rl.admission`), and remembers at which version each began.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dvla.rl.admission import choose_group, may_start
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The order to run one episode."""
+
+    id: int
+    """Unique in the run; the key of all its noise."""
+    group: int
+    member: int
+    task: int
+    seed: int
+    """Decides the initial state; the same for all members of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A finished group: the slots of its episodes, ordered by member."""
+
+    id: int
+    task: int
+    slots: tuple[int, ...]
+
+
+def make_tickets(seed: int, group: int, group_size: int, num_tasks: int) -> list[Ticket]:
+    """The tickets of group number `group`: its task (uniform) and initial state depend on (seed, group) alone."""
+    rng = np.random.default_rng(np.random.SeedSequence((seed, group)))
+    task = int(rng.integers(num_tasks))
+    init_seed = int(rng.integers(2**31))
+    return [Ticket(group * group_size + member, group, member, task, init_seed) for member in range(group_size)]
+
+
+class TicketBook:
+    """Which groups of this rank have started, finished, been dropped or been trained on.
+
+    Shared by the sampling lane (starts groups) and the grpo lane (drops and takes them); `_lock` guards every field.
+    Group numbers of the ranks interleave: rank r of R takes first_group + r, first_group + R + r, ...
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        group_size: int,
+        groups_per_batch: int,
+        max_staleness: int,
+        num_tasks: int,
+        num_batches: int,
+    ) -> None:
+        self._seed, self._group_size, self._num_tasks = seed, group_size, num_tasks
+        self._groups_per_batch, self._max_staleness = groups_per_batch, max_staleness
+        self._num_batches = num_batches
+        self._stride = world_size
+        self._next_group = rank
+        self._lock = threading.Lock()
+        self._begun_at: dict[int, int] = {}  # groups no batch has taken yet
+        self._started = 0
+        self._dropped = 0
+        self._taken = 0
+
+    def start_group(self, batch_version: int) -> list[Ticket] | None:
+        """Admit the next group at the version the replica has; None while it may not start yet."""
+        with self._lock:
+            # A group that no batch is left for would be sampled for nothing.
+            needed = self._started - self._dropped < self._num_batches * self._groups_per_batch
+            if not needed or not may_start(
+                self._started,
+                self._dropped,
+                batch_version,
+                max_staleness=self._max_staleness,
+                groups_per_step=self._groups_per_batch,
+            ):
+                return None
+            group = self._next_group
+            self._next_group += self._stride
+            self._started += 1
+            self._begun_at[group] = batch_version
+        return make_tickets(self._seed, group, self._group_size, self._num_tasks)
+
+    def choose(self, finished: Sequence[int]) -> int | None:
+        """Which of the `finished` groups to train on next; None to wait for one that must come first."""
+        with self._lock:
+            return choose_group(
+                finished,
+                self._begun_at,
+                groups_taken=self._taken,
+                max_staleness=self._max_staleness,
+                groups_per_step=self._groups_per_batch,
+            )
+
+    def drop(self, group: int) -> None:
+        """Forget a group without a signal; another may start in its place."""
+        with self._lock:
+            del self._begun_at[group]
+            self._dropped += 1
+
+    def take(self, group: int) -> None:
+        """Count a group as part of a batch."""
+        with self._lock:
+            del self._begun_at[group]
+            self._taken += 1
+
+    def cursor(self) -> int:
+        """Number of the next group of this rank, for checkpoints."""
+        with self._lock:
+            return self._next_group
+
+    def restore(self, *, next_group: int, batches_done: int) -> None:
+        """Go on after a checkpoint: groups in flight then are lost, and count neither as started nor as dropped.
+
+        Starting the count at what was taken keeps the admission rule from admitting a burst.
+        """
+        with self._lock:
+            self._next_group = next_group
+            self._started = self._taken = batches_done * self._groups_per_batch
+            self._dropped = 0
+            self._begun_at.clear()

@@ -1,0 +1,49 @@
+"""Counter-based noise: every random number of a decision is a pure function of its key.
+
+A key names one decision of one episode. Because nothing else enters, the noise of a decision is the same whatever batch,
+worker, rank or resume it is made in, and no generator state has to be saved. The mixer is splitmix64 (Steele, Lea, Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the constants of splitmix64 as signed 64-bit integers
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's own is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def decision_keys(seed: int, tickets: Tensor, decisions: Tensor) -> Tensor:
+    """Keys (B,) int64 of the decisions numbered `decisions` within the episodes of `tickets` (both (B,) int64)."""
+    key = _mix(torch.full_like(tickets, seed) * _GOLDEN + _MIX_1)
+    key = _mix(key + tickets * _GOLDEN)
+    return _mix(key + decisions * _GOLDEN)
+
+
+def uniform(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
+    """Uniform noise (B, *shape) float32 in the open interval (0, 1); `stream` tells apart several draws for one key."""
+    count = math.prod(shape)
+    index = torch.arange(1 + stream * count, 1 + (stream + 1) * count, device=keys.device)
+    bits = _shift_right(_mix(keys[:, None] + index[None, :] * _GOLDEN), 41)  # 23 bits: exact in float32
+    return ((bits.float() + 0.5) * 2.0**-23).view(keys.shape[0], *shape)
+
+
+def normal(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
+    """Standard normal noise (B, *shape) float32 by the Box-Muller transform."""
+    radius = torch.sqrt(-2.0 * torch.log(uniform(keys, *shape, stream=2 * stream)))
+    return radius * torch.cos((2.0 * math.pi) * uniform(keys, *shape, stream=2 * stream + 1))

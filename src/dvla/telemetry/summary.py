@@ -1,0 +1,103 @@
+"""``summary.json``: how a run went, in one object that other programs rely on."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from dvla.telemetry.atomic_file import write_atomically
+from dvla.telemetry.lane_names import LANES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+SUMMARY_KEYS = (
+    "run",
+    "exit",
+    "error",
+    "schedule",
+    "placement",
+    "device",
+    "world_size",
+    "nodes",
+    "model",
+    "env",
+    "policy_version",
+    "episodes",
+    "groups",
+    "groups_dropped",
+    "env_steps_raw",
+    "env_steps_valid",
+    "wall_s",
+    "env_steps_per_s_raw",
+    "env_steps_per_s_valid",
+    "decisions_per_s",
+    "success_first",
+    "success_last",
+    "return_first",
+    "return_last",
+    "eval_success_before",
+    "eval_success_after",
+    "staleness_mean",
+    "staleness_max",
+    "logprob_gap_max",
+    "weight_syncs",
+    "weight_bytes",
+    "weight_sync_s_mean",
+    "worker_restarts",
+    "cpu_efficiency",
+    "lanes",
+)
+"""Keys every summary has; null where something was not measured."""
+LANE_KEYS = ("busy_frac", "wait_s", "items")
+"""Keys of each lane under `lanes`."""
+EXITS = ("completed", "stopped", "failed")
+"""How a run can end."""
+
+
+def write_summary(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a summary, whole or not at all.
+
+    Args:
+        path: The file, replaced if it is there.
+        values: All of `SUMMARY_KEYS`, more if there is more to say. Lanes may be missing (the run failed
+            before they began): their values are null then. Numbers that are not finite become null.
+
+    Raises:
+        ValueError: A key is missing, or a value cannot be right.
+    """
+    if missing := [key for key in SUMMARY_KEYS if key not in values]:
+        raise ValueError(f"the summary lacks {', '.join(missing)}")
+    if values["exit"] not in EXITS:
+        raise ValueError(f"exit must be one of {', '.join(EXITS)}, not {values['exit']!r}")
+    lanes = values["lanes"] or {}
+    if unknown := set(lanes) - set(LANES):
+        raise ValueError(f"there are no lanes {', '.join(sorted(unknown))}")
+    ordered = {key: values[key] for key in SUMMARY_KEYS} | dict(values)
+    ordered["lanes"] = {lane: {key: (lanes.get(lane) or {}).get(key) for key in LANE_KEYS} for lane in LANES}
+    write_atomically(path, [json.dumps(_finite(ordered), indent=1, allow_nan=False) + "\n"])
+
+
+def first_last_mean(values: Sequence[float], fraction: float = 0.2) -> tuple[float | None, float | None]:
+    """Mean of the first and of the last values.
+
+    Args:
+        values: In order of time; without any, both means are None.
+        fraction: Share of the values each mean takes, in (0, 1]; at least one value, rounded up.
+    """
+    if not values:
+        return None, None
+    count = max(1, math.ceil(len(values) * fraction - 1e-9))  # 0.2 * 15 is a little more than 3
+    return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON has no word for by None."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,29 @@
+"""Shared by all tests: test helpers importable, also in worker processes; one compute thread; nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two cores stand still under its default
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing():
+    """Every test ends without child processes and without new shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    known = {process.pid for process in psutil.Process().children(recursive=True)}
+    yield
+    new = [process for process in psutil.Process().children(recursive=True) if process.pid not in known]
+    # Python's own helper of the spawn method lives as long as the test run.
+    new = [process for process in new if not any("multiprocessing" in word for word in process.cmdline())]
+    _, alive = psutil.wait_procs(new, timeout=5)
+    assert not alive, f"left running: {alive}"
+    assert set(os.listdir("/dev/shm")) <= before

@@ -1,0 +1,57 @@
+"""An environment whose observations tell exactly what it was asked to do, for tests of the data plane."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+
+from dvla.envs.protocol import EnvSpec, Step
+
+
+class CountingEnv:
+    """State: (seed mod 1000, task, steps taken, sum of first action elements). Ends early when told by the action.
+
+    An action whose first element is above 0.99 succeeds; option `fault` makes it misbehave.
+    """
+
+    def __init__(self, task, cameras, image_size, max_episode_steps, reward_mode, num_tasks=1, fault=""):
+        self.spec = EnvSpec(
+            name="counting",
+            cameras=cameras,
+            image_size=image_size if cameras else (0, 0),
+            state_dim=4,
+            action_dim=2,
+            max_episode_steps=max_episode_steps,
+            instructions=tuple(f"task {number}" for number in range(num_tasks)),
+        )
+        if fault == "build":
+            raise RuntimeError("no simulator today")
+        self.fault = fault
+        self.resets = 0
+        self.values = np.zeros(4, np.float32)
+
+    def reset(self, task, seed):
+        self.resets += 1
+        self.values = np.array([seed % 1000, task, 0, 0], np.float32)
+        if self.fault == "unreproducible":
+            return os.urandom(8)
+        return self.values.tobytes()
+
+    def step(self, action):
+        assert action.dtype == np.float32
+        if self.fault == "raise" and self.resets == 2:
+            raise ValueError("the arm fell off")
+        if self.fault == "die" and self.resets == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.values[2] += 1
+        self.values[3] += action[0]
+        return Step(reward=float(action[1]), success=bool(action[0] > 0.99), terminated=bool(action[0] < -0.99))
+
+    def observe(self, images, state):
+        state[:] = self.values
+        images[:] = int(self.values[2])
+
+    def close(self):
+        pass

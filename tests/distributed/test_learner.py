@@ -1,0 +1,102 @@
+"""The sharded learner against a plain single-process one."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from batches import make_batch, make_policy, part_of, without_weight
+from dvla.config import AlgoConfig, RuntimeConfig
+from dvla.lanes.learner import Learner, learning_rate
+from dvla.rl.losses import LossSettings, policy_loss
+from ranks import run_ranks
+
+SIZE, STEPS = 12, 5
+ALGO = AlgoConfig(group_size=4, groups_per_step=4, lr=5e-4, max_grad_norm=0.2, weight_decay=0.01)
+
+
+def reference(name):
+    """Five steps of AdamW on the whole batch in one plain process, without any of the learner's code."""
+    policy = make_policy(name)
+    batches = [make_batch(make_policy(name), SIZE, seed) for seed in range(STEPS)]
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=ALGO.lr, betas=ALGO.adam_betas, weight_decay=ALGO.weight_decay)
+    settings = LossSettings(
+        logprob_type="token", objective="decoupled", clip_ratio_low=0.2, clip_ratio_high=0.28, dual_clip=3.0,
+        behavior_ratio_cap=5.0, entropy_coef=0.0,
+    )  # fmt: skip
+    norms = []
+    for batch in batches:
+        logprobs, entropy = policy(batch.observation, batch.record)
+        loss, _ = policy_loss(
+            logprobs, behavior_logprobs=batch.behavior_logprobs, prox_logprobs=None, entropy=entropy,
+            advantages=batch.advantages, weights=batch.weights, action_mask=batch.action_mask, settings=settings,
+        )  # fmt: skip
+        optimizer.zero_grad()
+        (loss / (ALGO.group_size * ALGO.groups_per_step)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trainable, ALGO.max_grad_norm)))
+        optimizer.step()
+    return norms, {n: p.detach() for n, p in policy.named_parameters()}
+
+
+def train(world, name, cuts, sync_every_micro_batch):
+    """The same five steps on this rank's share, cut into micro-batches as told; rank r gets rows r::R."""
+    learner = Learner(make_policy(name), world, ALGO, RuntimeConfig(sync_every_micro_batch=sync_every_micro_batch))
+    assert all(isinstance(p, DTensor) for p in learner.model.parameters() if p.requires_grad)
+    assert learner.parameters().keys() == dict(make_policy(name).named_parameters()).keys()
+    norms = []
+    for seed in range(STEPS):
+        batch = part_of(make_batch(make_policy(name), SIZE, seed), slice(world.rank, None, world.world_size))
+        rows = cuts[world.rank]
+        rounds = max(len(cut) for cut in cuts)
+        start = 0
+        for index in range(rounds):
+            if index < len(rows):
+                part, start = part_of(batch, slice(start, start + rows[index])), start + rows[index]
+            else:
+                part = without_weight(part_of(batch, slice(0, 1)))
+            learner.accumulate(part, is_last=index == rounds - 1)
+        assert start == len(batch.weights)
+        norms.append(learner.step(seed)["train/grad_norm"])
+    full = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in learner.parameters().items()}
+    return norms, full
+
+
+@pytest.mark.distributed()
+@pytest.mark.parametrize("name", ["mlp", "openvla_oft"])
+@pytest.mark.parametrize(
+    ("cuts", "sync"),
+    [
+        ([[12]], False),
+        ([[5, 4, 3]], True),
+        ([[6], [6]], False),
+        ([[2, 2, 2], [6]], False),
+        ([[1, 5], [3, 2, 1]], True),
+    ],
+)
+def test_training_does_not_depend_on_ranks_or_cut(name, cuts, sync):
+    norms, parameters = reference(name)
+    for rank_norms, rank_parameters in run_ranks(train, len(cuts), name, cuts, sync):
+        assert rank_norms == pytest.approx(norms, rel=1e-5)
+        assert max(norms) > ALGO.max_grad_norm, "clipping must act in this test"
+        for key, value in parameters.items():
+            assert (rank_parameters[key] - value).abs().max() <= 1e-6, key
+
+
+def test_the_rate_warms_up_linearly_and_stays():
+    assert [learning_rate(1.0, 4, version) for version in (0, 1, 3, 4, 50)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert learning_rate(2.0, 0, 0) == 2.0
+
+
+def break_gradient(world):
+    learner = Learner(make_policy("mlp"), world, ALGO, RuntimeConfig())
+    batch = make_batch(make_policy("mlp"), 4, 0)
+    batch.advantages[2] = float("nan")
+    learner.accumulate(batch, is_last=True)
+    with pytest.raises(FloatingPointError, match=r"optimiser step 8 is not finite"):
+        learner.step(7)
+    return True
+
+
+@pytest.mark.distributed()
+def test_a_gradient_that_is_not_finite_is_refused_with_the_step():
+    assert run_ranks(break_gradient, 1) == [True]

@@ -1,0 +1,78 @@
+"""Start real training runs the way people do, and read what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Small and quick: the built-in reach, an MLP, one worker.
+QUICK = (
+    "env=reach",
+    "algo.group_size=4",
+    "algo.groups_per_step=4",
+    "algo.num_steps=4",
+    "runtime.num_envs=4",
+    "run.name=test",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def summary(self) -> dict:
+        """summary.json."""
+        return json.loads((self.folder / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict]:
+        """Lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def command(root: Path, *overrides: str, ranks: int = 2) -> list[str]:
+    """Command line of a training run; without ranks it is started without torchrun."""
+    start = [sys.executable, "-m"]
+    if ranks:
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return [*start, "dvla.train", f"run.root={root}", *overrides]
+
+
+def start(root: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen:
+    """Start a run in the background, its output in one pipe."""
+    return subprocess.Popen(
+        command(root, *overrides, ranks=ranks),
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, root: Path, name: str = "test", timeout_s: float = 200.0) -> Run:
+    """Wait for a run to end."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return Run(process.returncode, output, root / name)
+
+
+def train(root: Path, *overrides: str, ranks: int = 2, timeout_s: float = 200.0) -> Run:
+    """Run to the end."""
+    name = next((o.removeprefix("run.name=") for o in reversed(overrides) if o.startswith("run.name=")), "default")
+    return finish(start(root, *overrides, ranks=ranks), root, name, timeout_s)

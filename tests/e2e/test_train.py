@@ -1,0 +1,190 @@
+"""The main job on the built-in reach, under real torchrun: outputs, overlap, bounds, reproducibility, stop and resume."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import yaml
+
+from e2e.launch import QUICK, finish, start, train
+from dvla.telemetry.summary import SUMMARY_KEYS
+from dvla.telemetry.trace import load_spans, overlap_seconds
+
+pytestmark = pytest.mark.e2e
+
+TIMES = ("time/", "perf/", "lane/", "plane/")
+
+
+def without_times(metrics):
+    return [{key: value for key, value in line.items() if not key.startswith(TIMES)} for line in metrics]
+
+
+@pytest.fixture(scope="module")
+def overlapped(tmp_path_factory):
+    """One overlapped run on two ranks that several tests look at."""
+    return train(
+        tmp_path_factory.mktemp("runs"),
+        *QUICK,
+        "algo.num_steps=12",
+        "algo.max_staleness=2",
+        "algo.lr=3e-3",
+        "telemetry.trace=true",
+        "runtime.verify_weights=true",
+        "runtime.num_workers=2",
+        "run.checkpoint_every=5",
+    )
+
+
+def test_a_run_leaves_what_others_rely_on(overlapped):
+    assert overlapped.code == 0, overlapped.output
+    summary = overlapped.summary
+    assert set(SUMMARY_KEYS) <= set(summary)
+    assert (summary["exit"], summary["error"], summary["world_size"]) == ("completed", None, 2)
+    assert summary["policy_version"] == 12
+    assert summary["episodes"] == 4 * summary["groups"]
+    assert summary["groups"] - summary["groups_dropped"] == 4 * 12
+    assert summary["env_steps_valid"] <= summary["groups"] * 4 * 32
+    assert [line["policy_version"] for line in overlapped.metrics] == list(range(1, 13))
+    assert next(iter(overlapped.metrics[0])) == "policy_version"
+    names = {path.name for path in overlapped.folder.iterdir()}
+    assert names == {"config.yaml", "env.json", "metrics.jsonl", "tb", "checkpoints", "logs", "traces", "summary.json"}
+    assert sorted(path.name for path in (overlapped.folder / "checkpoints").iterdir()) == [
+        "latest", "step_000010", "step_000012",
+    ]  # fmt: skip
+    assert os.readlink(overlapped.folder / "checkpoints" / "latest") == "step_000012"
+    assert yaml.safe_load((overlapped.folder / "config.yaml").read_text())["algo"]["num_steps"] == 12
+
+
+def test_four_lanes_of_every_rank_are_alive_together_and_overlap(overlapped):
+    for rank in range(2):
+        spans = load_spans(overlapped.folder / "traces" / f"rank{rank:05d}.json")
+        alive = {}
+        for span in spans:
+            begin, end = alive.get(span.lane, (span.start_s, span.end_s))
+            alive[span.lane] = (min(begin, span.start_s), max(end, span.end_s))
+        assert set(alive) == {"sampling", "inference", "grpo", "param_dist"}
+        assert max(begin for begin, _ in alive.values()) < min(end for _, end in alive.values())
+        assert overlap_seconds(spans, "inference", "grpo") > 0
+        assert overlap_seconds(spans, "sampling", "grpo") > 0
+
+
+def test_every_weight_transfer_was_verified(overlapped):
+    # A transfer that is not bit-exact ends the run (runtime.verify_weights); versions 0 to 11 were sent.
+    assert overlapped.summary["weight_syncs"] == 12
+
+
+def test_staleness_and_logprob_gap_keep_their_bounds(overlapped):
+    staleness = [line["staleness/max"] for line in overlapped.metrics]
+    assert max(staleness) <= 2
+    assert max(staleness) >= 1, "a run that never trains on stale data proves no bound"
+    gaps = [line["train/logprob_gap"] for line in overlapped.metrics if line["train/logprob_gap"] is not None]
+    assert gaps
+    assert max(gaps) < 1e-4
+
+
+def test_max_staleness_zero_is_on_policy(tmp_path):
+    run = train(tmp_path, *QUICK, "algo.max_staleness=0")
+    assert run.code == 0, run.output
+    assert [line["staleness/max"] for line in run.metrics] == [0] * 4
+    assert all(line["train/logprob_gap"] < 1e-4 for line in run.metrics)
+
+
+def test_update_epochs_take_several_steps_on_a_batch(tmp_path):
+    run = train(tmp_path, *QUICK, "algo.update_epochs=2", "algo.num_steps=6", "algo.lr=3e-3")
+    assert run.code == 0, run.output
+    assert [line["policy_version"] for line in run.metrics] == [2, 4, 6]
+    assert run.summary["groups"] - run.summary["groups_dropped"] == 12
+    assert max(line["staleness/max"] for line in run.metrics) <= 2  # one batch is two optimiser steps
+
+
+SERIAL = (*QUICK, "runtime.schedule=serial", "algo.max_staleness=0", "algo.num_steps=6", "run.checkpoint_every=3")
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("runs"), *SERIAL, "runtime.num_workers=2")
+
+
+def test_serial_twice_gives_the_same_metrics_to_the_bit(serial, tmp_path):
+    assert serial.code == 0, serial.output
+    again = train(tmp_path, *SERIAL, "runtime.num_workers=1")
+    assert without_times(again.metrics) == without_times(serial.metrics)
+    other = train(tmp_path, *SERIAL, "run.name=other", "seed=1")
+    assert without_times(other.metrics) != without_times(serial.metrics)
+
+
+def test_a_resumed_serial_run_goes_on_to_the_bit(serial, tmp_path):
+    first = train(tmp_path, *SERIAL, "algo.num_steps=3")
+    assert first.code == 0, first.output
+    second = train(tmp_path, *SERIAL, "resume=auto")
+    assert second.code == 0, second.output
+    assert without_times(second.metrics) == without_times(serial.metrics)
+    assert second.summary["episodes"] == serial.summary["episodes"]
+
+
+def wait_for_step(process, folder, version, timeout_s=120):
+    """Wait until metrics.jsonl holds `version`."""
+    deadline = time.monotonic() + timeout_s
+    path = folder / "metrics.jsonl"
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and len(path.read_text().splitlines()) >= version:
+            return
+        time.sleep(0.05)
+    raise AssertionError(process.communicate(timeout=5)[0])
+
+
+def ranks_of(process):
+    """The rank processes of a torchrun."""
+    return [p for p in psutil.Process(process.pid).children() if "dvla" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize("ranks", [0, 2], ids=["alone", "torchrun"])
+def test_a_signal_stops_at_a_step_with_a_checkpoint_and_auto_goes_on(tmp_path, ranks):
+    endless = (*QUICK, "algo.num_steps=100000")
+    process = start(tmp_path, *endless, ranks=ranks)
+    wait_for_step(process, tmp_path / "test", 2)
+    targets = [psutil.Process(process.pid)] if ranks == 0 else ranks_of(process)[1:]
+    assert targets
+    targets[0].send_signal(signal.SIGTERM)  # one rank alone: all must agree
+    run = finish(process, tmp_path)
+    assert run.code == 0, run.output
+    assert run.summary["exit"] == "stopped"
+    version = run.summary["policy_version"]
+    assert os.readlink(run.folder / "checkpoints" / "latest") == f"step_{version:06d}"
+    more = train(tmp_path, *QUICK, f"algo.num_steps={version + 2}", "resume=auto", ranks=ranks)
+    assert more.code == 0, more.output
+    assert [line["policy_version"] for line in more.metrics] == list(range(1, version + 3))
+
+
+def test_ctrl_c_on_torchrun_leaves_a_checkpoint(tmp_path):
+    process = start(tmp_path, *QUICK, "algo.num_steps=100000")
+    wait_for_step(process, tmp_path / "test", 2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: torchrun, ranks and workers at once
+    run = finish(process, tmp_path)
+    assert run.summary["exit"] == "stopped", run.output
+    assert (run.folder / "checkpoints" / "latest" / "COMPLETE.json").exists()
+
+
+def test_a_torn_checkpoint_is_passed_over(tmp_path):
+    first = train(tmp_path, *QUICK, "run.checkpoint_every=2", ranks=0)
+    assert first.code == 0, first.output
+    newest = first.folder / "checkpoints" / "step_000004"
+    data = next(path for path in newest.iterdir() if path.suffix == ".distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    second = train(tmp_path, *QUICK, "algo.num_steps=5", "resume=auto", ranks=0)
+    assert second.code == 0, second.output
+    assert [line["policy_version"] for line in second.metrics] == [1, 2, 3, 4, 5]
+    log = "".join(path.read_text() for path in (second.folder / "logs" / "attempt_2").glob("*.log"))
+    assert "step_000004 is torn" in log
+
+
+def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path):
+    assert train(tmp_path, *QUICK, "algo.num_steps=2", ranks=2).code == 0
+    run = train(tmp_path, *QUICK, "algo.num_steps=4", "resume=auto", ranks=1)
+    assert run.code == 0, run.output
+    assert [line["policy_version"] for line in run.metrics] == [1, 2, 3, 4]
+    state = json.loads((run.folder / "checkpoints" / "step_000004" / "train_state.json").read_text())
+    assert state["policy_version"] == 4

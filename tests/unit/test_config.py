@@ -1,0 +1,79 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dvla.config import AlgoConfig, Config, ConfigError, RuntimeConfig, config_hash, load, register, to_plain
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def composed(*overrides):
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def test_importing_the_config_imports_no_torch():
+    code = "import sys, dvla.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_config_file_composes_and_is_valid(path):
+    config = load(composed(f"{path.parent.name}={path.stem}"))
+    config.slots_per_rank(2)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ({"algo": {"lrr": 1}}, "algo.lrr"),
+        ({"algo": {"objective": "ppo"}}, "expected one of [decoupled, clip]"),
+        ({"algo": {"group_size": 1}}, "algo.group_size must be at least 2"),
+        ({"algo": {"group_size": "eight"}}, "algo.group_size"),
+        ({"algo": {"objective": "clip"}}, "algo.behavior_ratio_cap"),
+        ({"algo": {"num_steps": 9, "update_epochs": 2}}, "algo.num_steps=9 must be a multiple of"),
+        ({"model": {"num_action_chunks": 33}}, "model.num_action_chunks=33 is longer than an episode"),
+        ({"model": {"temperature": 0}}, "model.temperature"),
+        ({"env": {"cameras": ["a"], "image_size": [0, 64]}}, "env.image_size=[0, 64]"),
+        ({"env": {"cameras": ["a", "a"]}}, "env.cameras"),
+        ({"runtime": {"num_envs": 5, "num_workers": 2}}, "runtime.num_envs=5 must be a multiple of"),
+        ({"runtime": {"schedule": "serial"}}, "algo.max_staleness=0"),
+        ({"runtime": {"num_slots": 3}}, "runtime.num_slots=3 cannot hold one group"),
+        ({"run": {"name": "../x"}}, "run.name='../x'"),
+        ({"seed": -1}, "seed must lie between"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_key(override, words):
+    with pytest.raises(ConfigError) as caught:
+        load(OmegaConf.create(override))
+    assert words in str(caught.value)
+
+
+def test_a_batch_that_does_not_divide_names_key_and_ranks():
+    config = Config(algo=AlgoConfig(groups_per_step=7))
+    with pytest.raises(ConfigError, match=r"algo.groups_per_step=7 must be a multiple of the number of ranks \(2\)"):
+        config.slots_per_rank(2)
+
+
+def test_slots_hold_the_staleness_window():
+    algo = AlgoConfig(groups_per_step=8, group_size=4, max_staleness=2)
+    assert Config(algo=algo).slots_per_rank(2) == 3 * 4 * 4
+    assert Config(algo=algo, runtime=RuntimeConfig(num_slots=5)).slots_per_rank(2) == 5
+    assert Config(algo=algo, runtime=RuntimeConfig(num_slots=500)).slots_per_rank(2) == 48
+    epochs = Config(
+        algo=AlgoConfig(groups_per_step=8, group_size=4, update_epochs=2, num_steps=4),
+        runtime=RuntimeConfig(num_slots=5),
+    )
+    with pytest.raises(ConfigError, match="at least 16"):
+        epochs.slots_per_rank(2)
+
+
+def test_the_hash_changes_with_any_value_and_nothing_else():
+    assert config_hash(Config()) == config_hash(Config())
+    assert config_hash(Config()) != config_hash(Config(seed=1))
+    assert to_plain(load(OmegaConf.create(to_plain(Config())))) == to_plain(Config())

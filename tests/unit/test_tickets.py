@@ -1,0 +1,91 @@
+import pytest
+
+from dvla.planes.tickets import TicketBook, make_tickets
+
+
+def make_book(rank=0, world_size=1, **changes):
+    settings = {
+        "seed": 3,
+        "rank": rank,
+        "world_size": world_size,
+        "group_size": 4,
+        "groups_per_batch": 2,
+        "max_staleness": 1,
+        "num_tasks": 5,
+        "num_batches": 10,
+    } | changes
+    return TicketBook(**settings)
+
+
+def start_all(book, version):
+    groups = []
+    while tickets := book.start_group(version):
+        groups.append(tickets)
+    return groups
+
+
+def test_members_share_task_and_initial_state_and_nothing_else():
+    tickets = make_tickets(3, 17, 4, 5)
+    assert len({(t.group, t.task, t.seed) for t in tickets}) == 1
+    assert [t.id for t in tickets] == [68, 69, 70, 71]
+    assert [t.member for t in tickets] == [0, 1, 2, 3]
+
+
+def test_tasks_and_states_depend_on_seed_and_group_alone():
+    assert make_tickets(3, 17, 4, 5)[0].seed == make_tickets(3, 17, 8, 5)[0].seed
+    seeds = {make_tickets(seed, group, 4, 5)[0].seed for seed in range(5) for group in range(50)}
+    assert len(seeds) == 250
+    tasks = [make_tickets(3, group, 4, 5)[0].task for group in range(200)]
+    assert all(20 <= tasks.count(task) <= 60 for task in range(5))
+
+
+def test_ranks_take_different_groups():
+    numbers = [tickets[0].group for rank in range(3) for tickets in start_all(make_book(rank, 3), 0)]
+    assert sorted(numbers) == list(range(12))
+
+
+def test_admission_opens_with_the_version_and_with_drops():
+    book = make_book()
+    assert len(start_all(book, 0)) == 4  # (0 + 1 + 1) batches of 2
+    assert len(start_all(book, 1)) == 2
+    book.drop(0)
+    assert len(start_all(book, 1)) == 1
+
+
+def test_nothing_starts_that_no_batch_will_take():
+    book = make_book(num_batches=3)
+    assert len(start_all(book, 100)) == 6
+    book.drop(1)
+    assert len(start_all(book, 100)) == 1
+
+
+def test_groups_that_may_not_grow_older_come_first():
+    book = make_book()
+    start_all(book, 0)  # groups 0..3: they fill the batches of versions 0 and 1
+    book.take(0)
+    book.take(1)
+    start_all(book, 1)  # groups 4, 5
+    assert book.choose([4, 3]) == 3
+    assert book.choose([4, 5]) is None  # 2 and 3 began at version 0 and fill the present batch
+    book.take(2)
+    book.take(3)
+    assert book.choose([5, 4]) == 5
+
+
+def test_a_resumed_book_admits_no_burst():
+    book = make_book()
+    start_all(book, 0)
+    cursor = book.cursor()
+    again = make_book()
+    again.restore(next_group=cursor, batches_done=6)
+    groups = start_all(again, 6)
+    assert len(groups) == 4
+    assert groups[0][0].group == cursor
+
+
+def test_taking_twice_is_an_error():
+    book = make_book()
+    start_all(book, 0)
+    book.take(0)
+    with pytest.raises(KeyError):
+        book.take(0)
