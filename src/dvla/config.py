@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work; the message names its key."""
+    """A setting that cannot work; the message names its key. All ranks find it alike, one of them says it."""
+
+
+class RankConfigError(ConfigError):
+    """A setting that cannot work on this very rank."""
 
 
 def _require(condition: bool, message: str) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from dvla.config import Config, ConfigError, Schedule, config_hash
 from dvla.envs.pool import WorkerPool
+from dvla.envs.registry import environment_arguments
 from dvla.lanes.grpo import GrpoLane
 from dvla.lanes.inference import InferenceLane
 from dvla.lanes.lane import ErrorBoard, Lane
@@ -33,7 +34,7 @@ from dvla.lanes.learner import Learner
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.param_dist import ParamDistLane
 from dvla.lanes.sampling import SamplingLane
-from dvla.models.registry import build_policy
+from dvla.models.registry import build_policy, check_model
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
@@ -44,7 +45,7 @@ from dvla.planes.weights import HostBuffers, Replica
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.device import compute_threads, pin, unpin
 from dvla.runtime.failure import describe, first_failure
-from dvla.runtime.world import AgreedError, World, join_world, require_same
+from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.logs import set_up_logging
@@ -73,7 +74,10 @@ def run(config: Config, stop_request: StopRequest) -> int:
     world = join_world(config.device, config.runtime.collective_timeout_s)
     torch.set_num_threads(compute_threads(config.runtime.torch_threads, world.local_world_size))
     require_same(world, "configuration", config_hash(config))
-    config.slots_per_rank(world.world_size)  # refuses a batch that does not divide, before anything starts
+    # What cannot work is refused before anything is written or started.
+    config.slots_per_rank(world.world_size)
+    environment_arguments(config.env)
+    check_model(config.model.name, config.model.preset, config.model.options)
     logs, resume_from = _open_run(config, world)
     reporter = Reporter(config, world, logs)
     try:
@@ -82,7 +86,7 @@ def run(config: Config, stop_request: StopRequest) -> int:
         reporter.finish(outcome, None)
     except BaseException as error:
         rank, message = first_failure(logs, world.rank, describe(error))
-        logger.error("failed", exc_info=error)  # the whole story, to the log file
+        logger.error("the run failed", exc_info=error, extra={"file_only": True})
         reporter.finish("failed", message if rank == world.rank else f"rank {rank}: {message}")
         raise
     return 0
@@ -92,7 +96,7 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
     """Rank 0 opens the run folder for all; (folder of this attempt's logs, checkpoint to resume from).
 
     Raises:
-        AgreedError: It cannot be used; raised on every rank.
+        ConfigError: It cannot be used; raised on every rank.
     """
     said: list[Any] = [None, None, None]
     if world.is_main:
@@ -105,7 +109,7 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
             said = [str(error), None, None]
     dist.broadcast_object_list(said, src=0, group=world.control_pg)
     if said[0] is not None:
-        raise AgreedError(said[0])
+        raise ConfigError(said[0])
     logs = Path(said[1])
     set_up_logging(world.rank, logs)
     return logs, Path(said[2]) if said[2] else None

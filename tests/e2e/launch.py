@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -76,3 +79,19 @@ def train(root: Path, *overrides: str, ranks: int = 2, timeout_s: float = 200.0)
     """Run to the end."""
     name = next((o.removeprefix("run.name=") for o in reversed(overrides) if o.startswith("run.name=")), "default")
     return finish(start(root, *overrides, ranks=ranks), root, name, timeout_s)
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, version: int, timeout_s: float = 120) -> None:
+    """Wait until metrics.jsonl holds `version`."""
+    deadline = time.monotonic() + timeout_s
+    path = folder / "metrics.jsonl"
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and len(path.read_text().splitlines()) >= version:
+            return
+        time.sleep(0.05)
+    raise AssertionError(process.communicate(timeout=5)[0])
+
+
+def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """The rank processes of a torchrun."""
+    return [p for p in psutil.Process(process.pid).children() if "dvla" in " ".join(p.cmdline())]

@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import time
 
 import psutil
 import pytest
 import yaml
 
-from e2e.launch import QUICK, finish, start, train
+from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_step
 from dvla.telemetry.summary import SUMMARY_KEYS
 from dvla.telemetry.trace import load_spans, overlap_seconds
 
@@ -123,22 +122,6 @@ def test_a_resumed_serial_run_goes_on_to_the_bit(serial, tmp_path):
     assert second.code == 0, second.output
     assert without_times(second.metrics) == without_times(serial.metrics)
     assert second.summary["episodes"] == serial.summary["episodes"]
-
-
-def wait_for_step(process, folder, version, timeout_s=120):
-    """Wait until metrics.jsonl holds `version`."""
-    deadline = time.monotonic() + timeout_s
-    path = folder / "metrics.jsonl"
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and len(path.read_text().splitlines()) >= version:
-            return
-        time.sleep(0.05)
-    raise AssertionError(process.communicate(timeout=5)[0])
-
-
-def ranks_of(process):
-    """The rank processes of a torchrun."""
-    return [p for p in psutil.Process(process.pid).children() if "dvla" in " ".join(p.cmdline())]
 
 
 @pytest.mark.parametrize("ranks", [0, 2], ids=["alone", "torchrun"])

@@ -29,9 +29,7 @@ def make_spec(num_tasks: int = 1, state_dim: int = STATE) -> EnvSpec:
 
 def make_policy(num_tasks: int = 1, temperature: float = 1.0, **options: object) -> MLPPolicy:
     torch.manual_seed(0)
-    policy = MLPPolicy(
-        MLPConfig(**options), spec=make_spec(num_tasks), num_action_chunks=K, temperature=temperature
-    )
+    policy = MLPPolicy(MLPConfig(**options), spec=make_spec(num_tasks), num_action_chunks=K, temperature=temperature)
     # Undo the small last layer: a policy that ignores its input would pass most of these tests.
     torch.nn.init.normal_(policy.net[-1].weight, std=0.1)
     return policy
@@ -76,7 +74,9 @@ def test_a_decision_does_not_depend_on_its_batch() -> None:
     obs, keys = make_obs(8, 3), keys_of(8)
     together = policy.act(obs, keys)
     for i in range(8):
-        alone = policy.act(Observation(obs.images[i : i + 1], obs.state[i : i + 1], obs.task[i : i + 1]), keys[i : i + 1])
+        alone = policy.act(
+            Observation(obs.images[i : i + 1], obs.state[i : i + 1], obs.task[i : i + 1]), keys[i : i + 1]
+        )
         torch.testing.assert_close(alone.actions[0], together.actions[i], atol=1e-6, rtol=0)
         torch.testing.assert_close(alone.logprobs[0], together.logprobs[i], atol=1e-5, rtol=0)
 

@@ -25,9 +25,7 @@ SPEC = EnvSpec(
 
 
 def build(name: str = "mlp", preset: str = "nano", options: dict | None = None, seed: int = 0) -> nn.Module:
-    return build_policy(
-        name, preset, options or {}, spec=SPEC, num_action_chunks=2, temperature=1.0, seed=seed
-    )
+    return build_policy(name, preset, options or {}, spec=SPEC, num_action_chunks=2, temperature=1.0, seed=seed)
 
 
 @pytest.mark.parametrize("name", ["mlp", "openvla_oft"])

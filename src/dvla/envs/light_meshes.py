@@ -1,11 +1,12 @@
 """Light visual meshes: robots drawn with a few thousand triangles instead of a few hundred thousand.
 
-A software rasteriser spends its time on vertices, not on pixels: with the meshes as shipped, a picture of 64 by 64 pixels
-costs as much as one of 256 by 256. Only what is drawn is replaced. Collision shapes, inertias and joints are read from
-the original files, so the simulation is the same to the bit.
+A software rasteriser spends its time on vertices, not on pixels: with the meshes as shipped, a picture of
+64 by 64 pixels costs as much as one of 256 by 256. Only what is drawn is replaced. Collision shapes, inertias
+and joints are read from the original files, so the simulation is the same to the bit.
 
-`light_visuals` is the one entry: while it is active, SAPIEN's builders receive the light copy of each heavy mesh. Copies
-are made once per machine and kept in a cache folder, under a name that depends on the content of the source file.
+`light_visuals` is the one entry: while it is active, SAPIEN's builders receive the light copy of each heavy
+mesh. Copies are made once per machine and kept in a cache folder, under a name that depends on the content of
+the source file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import trimesh
 
 MIN_BYTES = 65_536
-"""Smaller mesh files are left alone: they hold under a thousand triangles or so."""
+"""Smaller mesh files are left alone: they hold a thousand triangles or so."""
 KEPT_SHARE = 0.06
 """Share of a file's triangles that is kept, within the two limits below."""
 MIN_FACES = 400
@@ -50,8 +51,9 @@ def cache_folder() -> Path:
 def light_visuals() -> Iterator[None]:
     """Give SAPIEN's builders light meshes while the block runs.
 
-    It replaces one method of SAPIEN for the time of the block (SAPIEN has no hook for it), so use it in one thread only:
-    around the creation of a simulator, and around resets, because some tasks rebuild their scene then.
+    It replaces one method of SAPIEN for the time of the block, since SAPIEN has no hook for it: use it in
+    one thread only, around the creation of a simulator, and around resets, when some tasks build their scene
+    anew.
     """
     from sapien.wrapper.actor_builder import ActorBuilder
 
@@ -68,7 +70,11 @@ def light_visuals() -> Iterator[None]:
 
 
 def light_mesh(source: Path) -> Path:
-    """Return the light copy of a mesh file (making it if need be), or `source` itself where there is nothing to gain."""
+    """Return the light copy of a mesh file, or the file itself where there is nothing to gain.
+
+    Raises:
+        EnvironmentSetupError: The copy has to be made and the cache folder cannot be written.
+    """
     if source.suffix.lower() not in SUFFIXES or not source.is_file():
         return source
     status = source.stat()
@@ -77,23 +83,23 @@ def light_mesh(source: Path) -> Path:
     return _cached_light_mesh(source, status.st_size, status.st_mtime_ns, cache_folder())
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cached_light_mesh(source: Path, size: int, mtime_ns: int, folder: Path) -> Path:
-    """Find or make the light copy. Size and time are part of the memo's key only: a changed file is read again."""
+    """Find or make the light copy; size and time serve as the memo's key, so a changed file is read again."""
     target = folder / f"{source.stem}-{_key(source)}{source.suffix.lower()}"
     unchanged = target.with_suffix(".unchanged")  # says that this mesh is best left as it is
     try:
         if not target.exists() and not unchanged.exists():
             folder.mkdir(parents=True, exist_ok=True)
             # All workers of a machine start at once: the first makes the copy, the others wait for it.
-            with open(target.with_suffix(".lock"), "w") as lock:
+            with target.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not target.exists() and not unchanged.exists():
                     _make(source, target, unchanged)
     except OSError as error:
         raise EnvironmentSetupError(
-            f"cannot keep light meshes in {folder}: {error}. Set DVLA_CACHE_DIR to a folder that can be written, "
-            "or use the simulator's own meshes (env.meshes=full; several times slower without a GPU)"
+            f"cannot keep light meshes in {folder}: {error}. Set DVLA_CACHE_DIR to a folder that can be "
+            "written, or use the simulator's own meshes (meshes=full; several times slower without a GPU)"
         ) from error
     return source if unchanged.exists() else target
 
@@ -108,6 +114,7 @@ def _key(source: Path) -> str:
 
 
 def _make(source: Path, target: Path, unchanged: Path) -> None:
+    """Write the light copy, or the marker that there is none."""
     import trimesh
 
     scene = trimesh.load_scene(source, process=False)
@@ -133,6 +140,8 @@ def _is_textured(mesh: trimesh.Trimesh) -> bool:
 
 def _decimate(mesh: trimesh.Trimesh, share: float) -> trimesh.Trimesh:
     """Reduce a mesh to `share` of its triangles by quadric decimation; its material is kept."""
+    from trimesh.visual import TextureVisuals
+
     material = getattr(mesh.visual, "material", None)
     light = mesh.copy()
     # Exporters split vertices along every edge; decimation would tear the surface apart there.
@@ -141,11 +150,5 @@ def _decimate(mesh: trimesh.Trimesh, share: float) -> trimesh.Trimesh:
     if faces < len(light.faces):
         light = light.simplify_quadric_decimation(face_count=faces)
     if material is not None:
-        light.visual = _material_only(material)
+        light.visual = TextureVisuals(material=material)
     return light
-
-
-def _material_only(material: Any) -> Any:
-    from trimesh.visual import TextureVisuals
-
-    return TextureVisuals(material=material)

@@ -1,8 +1,8 @@
 """ManiSkill's tasks as environments: CPU simulation, pictures only when they are asked for.
 
-Stepping and rendering are apart. ManiSkill runs in the observation mode "none", in which a step computes physics, reward
-and success only, and `observe` renders once, which is what a chunk of actions needs. Everything heavy is imported by the
-constructor, so that tools can import this module for its names.
+Stepping and rendering are apart. ManiSkill runs in the observation mode "none", in which a step computes
+physics, reward and success only, and `observe` renders once, which is what a chunk of actions needs.
+Everything heavy is imported by the constructor, so that tools can import this module for its names.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ _SEEN_NOT_FELT = frozenset({"bin_pos", "valve_qpos", "valve_qvel", "valve_x", "v
 """Poses of visible objects that ManiSkill gives even to policies with a camera; ours have to look."""
 
 _LEAVES_TRACES = frozenset({"MS-HumanoidStand-v1", "MS-HumanoidWalk-v1", "MS-HumanoidRun-v1"})
-"""Tasks whose reset forgets a part (their camera's mount), so that only a new scene starts like the last one."""
+"""Tasks whose reset forgets a part (their camera's mount): only a new scene starts like the last one."""
 
 
 class ManiSkillEnv:
     """One ManiSkill task with one simulator.
 
-    The state vector (see `state_layout`) is what a robot knows without looking: joint positions, the pose of its tool
-    centre point in the world, whether it grasps, and goals that pictures do not show. Robots without a tool centre point
-    (walkers, hands) give all of their proprioception, velocities included. Poses of objects are left to the cameras.
+    The state vector (see `state_layout`) is what a robot knows without looking: joint positions, the pose of
+    its tool centre point in the world, whether it grasps, and goals that pictures do not show. Robots without
+    a tool centre point (walkers, hands) give all of their proprioception, velocities included. Poses of
+    objects are left to the cameras.
 
-    Owns process-wide settings: torch runs on one thread, and lavapipe too (`dvla.envs.maniskill_setup`).
+    An initial state depends on the seed alone. What follows is the same to the bit for the same actions, too,
+    but for a few tasks full of contacts (objects turned in a hand, a humanoid's grasp), where traces of the
+    simulator's previous episode show after some steps.
+
+    Creating one settles a few things for the whole process: see `dvla.envs.maniskill_setup`.
 
     Args:
         task: ManiSkill's task id.
@@ -42,10 +47,10 @@ class ManiSkillEnv:
         max_episode_steps: Control steps of an episode; None for ManiSkill's own limit.
         reward_mode: "sparse" (1 in states of success), or "dense", ManiSkill's "normalized_dense" in [0, 1].
         control_mode: ManiSkill's controller. Actions in [-1, 1] are scaled to its range where that differs.
-        meshes: "light" draws with decimated meshes (see `dvla.envs.light_meshes`), "full" with the simulator's own.
-        privileged_state: Make the state vector ManiSkill's full state, with poses of objects: for state-only baselines.
+        meshes: "light" draws with decimated meshes (`dvla.envs.light_meshes`), "full" with ManiSkill's own.
+        privileged_state: Give ManiSkill's full state, with poses of objects: for baselines without cameras.
         instruction: What to tell the policy, if not the sentence in `dvla.envs.maniskill_tasks`.
-        render_backend: "cpu", or "gpu" to render on an NVIDIA GPU with a Vulkan driver (physics stays on the CPU).
+        render_backend: "cpu", or "gpu" to draw on an NVIDIA GPU by Vulkan; physics stays on the CPU.
 
     Raises:
         EnvironmentSetupError: The task cannot be set up as asked for; the message names the remedy.
@@ -71,7 +76,7 @@ class ManiSkillEnv:
         self._options = SimulatorOptions(
             task=task,
             cameras=tuple(cameras),
-            image_size=tuple(image_size),
+            image_size=(image_size[0], image_size[1]),
             control_mode=control_mode,
             reward_mode=reward_mode,
             meshes=meshes,
@@ -81,11 +86,12 @@ class ManiSkillEnv:
         self._privileged_state = privileged_state
         with self._inference_mode():
             self._simulator = create_simulator(self._options)
-            self._observation, self._info = self._simulator.reset(seed=0)
+            self._info = self._simulator.get_info()
+            self._observation = self._simulator.get_obs(self._info)
             parts = self._state_parts()
         self._own_sparse_reward = self._simulator.reward_mode == "none"
         if self._own_sparse_reward and "success" not in self._info:
-            raise EnvironmentSetupError(f"{task} knows no success, so it has no sparse reward: use reward_mode=dense")
+            raise EnvironmentSetupError(f"{task} knows no success, so it has no sparse reward")
         self._ranges = _action_ranges(task, control_mode, self._simulator.single_action_space)
         self.state_layout: tuple[tuple[str, int], ...] = tuple((name, part.size) for name, part in parts)
         """Name and length of the state vector's parts, in order."""
@@ -110,7 +116,7 @@ class ManiSkillEnv:
             self._observation, self._info = self._simulator.reset(
                 seed=seed, options={"reconfigure": self._options.task in _LEAVES_TRACES}
             )
-            if self._info["reconfigure"] and self._options.cameras:  # this task builds a new scene for every episode
+            if self._info["reconfigure"] and self._options.cameras:  # the scene was built anew
                 prepare_cameras(self._simulator, self._options.cameras)
             state = self._simulator.get_state()[0].numpy().astype(np.float32)
         self._seed_torch(seed)  # a few tasks draw random numbers while they step
@@ -173,7 +179,7 @@ class ManiSkillEnv:
                     parts[prefix + "tcp_pose"] = tool
         parts |= {key: value for key, value in _flat(extra) if key not in _SEEN_NOT_FELT}
         if not any("goal" in key for key in extra):
-            # What ManiSkill hides from the cameras marks a goal; nothing else would tell the policy where it is.
+            # What ManiSkill hides from the cameras marks a goal, and nothing else tells the policy where.
             parts |= {f"{goal.name}_pos": goal.pose.p for goal in simulator._hidden_objects}
         return [(name, value.reshape(-1).numpy().astype(np.float32)) for name, value in parts.items()]
 
@@ -195,8 +201,8 @@ def _action_ranges(task: str, control_mode: str, space: Any) -> list[tuple[str, 
     for box in boxes.values():
         if not (np.isfinite(box.low).all() and np.isfinite(box.high).all()):
             raise EnvironmentSetupError(
-                f"control_mode={control_mode!r} of {task} has no limits, so actions in [-1, 1] cannot be scaled to it: "
-                "use one of the delta modes"
+                f"control_mode={control_mode!r} of {task} has no limits, so actions in [-1, 1] cannot be "
+                "scaled to it: use one of the delta modes"
             )
     return [(name, (box.high + box.low) / 2, (box.high - box.low) / 2) for name, box in boxes.items()]
 

@@ -1,8 +1,8 @@
 """Create a ManiSkill simulator on the CPU, or say in one line what is missing and how to get it.
 
-Everything that could go wrong before the first step is here: names, control and reward modes, cameras, assets, the Vulkan
-device. ManiSkill would ask on standard input whether to download missing assets; a worker process has nobody to ask, so
-nothing is asked and nothing is downloaded.
+Everything that could go wrong before the first step is here: names, control and reward modes, cameras,
+assets, the Vulkan device. ManiSkill would ask on standard input whether to download missing assets; a worker
+process has nobody to ask, so nothing is asked and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class SimulatorOptions:
             ("meshes", ("light", "full")),
             ("render_backend", ("cpu", "gpu")),
         ):
-            if getattr(self, key) not in allowed:
-                raise EnvironmentSetupError(f"{key}={getattr(self, key)!r} must be one of: {', '.join(allowed)}")
+            value = getattr(self, key)
+            if value not in allowed:
+                raise EnvironmentSetupError(f"{key}={value!r} must be one of: {', '.join(allowed)}")
 
     def meshes_in_use(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the simulator's scene must be built."""
@@ -57,8 +58,8 @@ class SimulatorOptions:
 def create_simulator(options: SimulatorOptions) -> Any:
     """Create the `mani_skill.envs.sapien_env.BaseEnv` of a task.
 
-    It observes nothing while stepping (or, on request, the privileged state), and pictures are rendered by its
-    `get_sensor_images`, for the chosen cameras only.
+    It observes nothing while stepping (or, on request, the privileged state); its `get_sensor_images` renders
+    the chosen cameras, once.
 
     Raises:
         EnvironmentSetupError: Something is missing or misnamed; the message says what to do.
@@ -69,12 +70,12 @@ def create_simulator(options: SimulatorOptions) -> Any:
         import sapien
         from mani_skill.utils import registration
     except (ImportError, OSError) as error:
-        raise EnvironmentSetupError(f"ManiSkill cannot be imported: {error}. `make setup` installs it") from error
-    mani_skill.logger.setLevel(logging.ERROR)  # its tasks warn about themselves at every creation
+        raise EnvironmentSetupError(f"ManiSkill cannot be imported ({error}): run `make setup`") from error
+    mani_skill.logger.setLevel(logging.ERROR)  # its tasks warn of themselves whenever they are created
     sapien.set_log_level("error")
     if not gc.get_freeze_count():
-        # ManiSkill collects garbage at every build of a scene; without the modules' 400,000 objects that takes 1 ms
-        # instead of 80.
+        # ManiSkill collects garbage whenever it builds a scene. Leaving out the 330,000 objects of the
+        # imported modules makes that 1 ms instead of 80, and an environment three times as fast to create.
         gc.freeze()
 
     task = options.task
@@ -85,29 +86,33 @@ def create_simulator(options: SimulatorOptions) -> Any:
     spec = registration.REGISTERED_ENVS[task]
     _require_assets(task, spec.asset_download_ids or ())
 
-    own_cameras_only: dict[str, Any] = {}
-    if options.cameras:
-        height, width = options.image_size
-        own_cameras_only = {"sensor_configs": {"height": height, "width": width}}
+    modes = spec.cls.SUPPORTED_OBS_MODES
+    mode = "state" if options.privileged_state else "none"
+    if mode == "none" and mode not in modes:  # some tasks list pictures only, but they run without
+        spec.cls.SUPPORTED_OBS_MODES = [*modes, mode]
+    elif mode not in modes:
+        raise EnvironmentSetupError(f"{task} has no privileged state")
+    draws = bool(options.cameras) or task in RENDERS_FOR_ITSELF
+    height, width = options.image_size
     with _explained(options), _without_downloads(), options.meshes_in_use():
         simulator = registration.make(
             task,
             num_envs=1,
             sim_backend="physx_cpu",
-            render_backend=options.render_backend if options.cameras or task in RENDERS_FOR_ITSELF else "none",
-            obs_mode=_observation_mode(options, spec.cls.SUPPORTED_OBS_MODES),
+            render_backend=options.render_backend if draws else "none",
+            obs_mode=mode,
             control_mode=options.control_mode,
             reward_mode=_reward_mode(options, spec.cls.SUPPORTED_REWARD_MODES),
-            **own_cameras_only,
+            sensor_configs={"height": height, "width": width},
         )
-    if not options.privileged_state:
-        simulator._obs_mode = "none"  # the real-to-sim tasks refuse to be created in this mode, but run in it
+    if options.render_backend == "gpu" and draws and simulator.backend.render_backend != "sapien_cuda":
+        raise EnvironmentSetupError(_no_vulkan("gpu", "ManiSkill fell back to the CPU"))
     if options.cameras:
         _require_cameras(options, simulator)
         visual = simulator.obs_mode_struct.visual
         visual.rgb = True
         # Tasks that lay the scene over a photograph find its foreground by the segmentation.
-        visual.segmentation = "any_textures" not in spec.cls.SUPPORTED_OBS_MODES
+        visual.segmentation = "any_textures" not in modes
         prepare_cameras(simulator, options.cameras)
     return simulator
 
@@ -122,22 +127,23 @@ def prepare_cameras(simulator: Any, cameras: tuple[str, ...]) -> None:
         del sensors[name]
     system = simulator.scene.sub_scenes[0].render_system
     if system.cubemap is None:
-        # Before its first picture SAPIEN integrates a reflectance table: 7 CPU-seconds in software. The table only ever
-        # multiplies the light of an environment map; there is none, so a table of one zero gives the same picture.
+        # Before its first picture SAPIEN integrates a reflectance table: 7 CPU-seconds in software. The table
+        # only ever multiplies the light of an environment map. There is none here, so a table with a single
+        # zero gives the same picture.
         zero = sapien.render.RenderTexture(np.zeros((1, 1, 4), np.float32), 2, "r32g32b32a32sfloat")
         for camera in system.cameras:
             camera.set_texture("BRDFLUT", zero)
 
 
 def _prepare_process(render_backend: str) -> None:
-    """Settle what libraries read once, when they start. The process is a worker's, so it is ours to settle."""
+    """Settle what libraries read once, when they start; the process is a worker's, so it is ours."""
     import torch
 
     torch.set_num_threads(1)  # tensors of a few numbers: more threads only wait for each other
     os.environ.setdefault("MS_RENDERER_LOG_LEVEL", "error")
     if render_backend == "gpu":
         return
-    os.environ.setdefault("LP_NUM_THREADS", "0")  # lavapipe draws in the calling thread: there is one worker per core
+    os.environ.setdefault("LP_NUM_THREADS", "0")  # lavapipe draws in the calling thread: one worker per core
     if not os.environ.get("VK_ICD_FILENAMES") and not os.environ.get("VK_DRIVER_FILES"):
         manifest = _lavapipe_manifest()
         if manifest is not None:  # spares every worker from opening the other drivers
@@ -155,28 +161,23 @@ def _lavapipe_manifest() -> Path | None:
     return None
 
 
-def _observation_mode(options: SimulatorOptions, supported: Iterable[str]) -> str:
-    if options.privileged_state:
-        return "state"
-    return "none" if "none" in supported else next(iter(supported))
-
-
 def _reward_mode(options: SimulatorOptions, supported: Iterable[str]) -> str:
-    """Translate our names; a task without a sparse reward gets it from its success (see `ManiSkillEnv.step`)."""
+    """Translate our name; a task without a sparse reward gets one from its success (`ManiSkillEnv.step`)."""
     wanted = "normalized_dense" if options.reward_mode == "dense" else "sparse"
     if wanted in supported:
         return wanted
     if wanted == "sparse" and "none" in supported:
         return "none"
-    raise EnvironmentSetupError(f"{options.task} has no {options.reward_mode} reward (ManiSkill: {', '.join(supported)})")
+    raise EnvironmentSetupError(
+        f"{options.task} has no {options.reward_mode} reward (ManiSkill offers: {', '.join(supported)})"
+    )
 
 
 def _require_cameras(options: SimulatorOptions, simulator: Any) -> None:
     unknown = [name for name in options.cameras if name not in simulator.scene.sensors]
     if unknown:
-        raise EnvironmentSetupError(
-            f"{options.task} has no camera {', '.join(unknown)} (it has: {', '.join(simulator.scene.sensors) or 'none'})"
-        )
+        own = ", ".join(simulator.scene.sensors) or "none"
+        raise EnvironmentSetupError(f"{options.task} has no camera {', '.join(unknown)} (it has: {own})")
 
 
 def _require_assets(task: str, asset_ids: Iterable[str]) -> None:
@@ -196,9 +197,9 @@ def _require_assets(task: str, asset_ids: Iterable[str]) -> None:
     first = assets.DATA_SOURCES[missing[0]]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise EnvironmentSetupError(
-        f"{task} needs the ManiSkill asset {missing[0]}{more}, which belongs to "
-        f"{Path(first.output_dir) / first.target_path} ($MS_ASSET_DIR/data, by default ~/.maniskill/data). Nothing is "
-        f"downloaded unasked: run `python -m mani_skill.utils.download_asset {task}`, or put a copy there"
+        f"{task} needs the ManiSkill asset {missing[0]}{more}, which is looked for in "
+        f"{Path(first.output_dir) / first.target_path} (in $MS_ASSET_DIR/data). Nothing is downloaded "
+        f"unasked: run `python -m mani_skill.utils.download_asset {task}`, or put a copy there"
     )
 
 
@@ -242,8 +243,8 @@ def _explained(options: SimulatorOptions) -> Iterator[None]:
         raise EnvironmentSetupError(f"{task} needs a package that is not installed: {error}") from error
     except FileNotFoundError as error:
         raise EnvironmentSetupError(
-            f"{task} needs {error.filename}, which is not there: see ManiSkill's documentation of this task for its "
-            "assets ($MS_ASSET_DIR/data, by default ~/.maniskill/data)"
+            f"{task} needs {error.filename}, which is not there: ManiSkill's documentation of the task says "
+            "which assets belong into $MS_ASSET_DIR/data"
         ) from error
     except AssertionError as error:
         if "not in supported modes" not in str(error):
@@ -260,16 +261,14 @@ def _explained(options: SimulatorOptions) -> Iterator[None]:
             raise EnvironmentSetupError(f"{task}: {text}") from error
         raise
     except SystemExit as error:  # how ManiSkill leaves when files of a robot are missing
-        raise EnvironmentSetupError(f"{task} needs robot files that are not there (see the lines above)") from error
+        raise EnvironmentSetupError(f"{task} needs robot files that are not there, see above") from error
 
 
 def _no_vulkan(render_backend: str, cause: str) -> str:
     if "SAPIEN_DISABLE_RAY_TRACING" in os.environ:
         return f"SAPIEN finds no Vulkan device ({cause}) because SAPIEN_DISABLE_RAY_TRACING is set: unset it"
-    remedy = (
-        "install the GPU's own Vulkan driver (in containers: NVIDIA_DRIVER_CAPABILITIES=all), or use render_backend=cpu"
-        if render_backend == "gpu"
-        else "`make setup` (or launch/system_packages.sh) installs Mesa's software driver, version 25 or newer"
-    )
-    drivers = os.environ.get("VK_ICD_FILENAMES") or os.environ.get("VK_DRIVER_FILES") or "the system's"
-    return f"SAPIEN, which simulates and draws for ManiSkill, finds no usable Vulkan device ({cause}): {remedy}. Drivers looked at: {drivers}"
+    remedy = "`make setup` or launch/system_packages.sh install Mesa's software driver (version 25 or newer)"
+    if render_backend == "gpu":
+        remedy = "install the GPU's (containers: NVIDIA_DRIVER_CAPABILITIES=all), or use render_backend=cpu"
+    drivers = os.environ.get("VK_ICD_FILENAMES") or os.environ.get("VK_DRIVER_FILES") or "all installed ones"
+    return f"SAPIEN, on which ManiSkill runs, finds no Vulkan device ({cause}; drivers: {drivers}): {remedy}"

@@ -1,7 +1,7 @@
 """What to tell a policy: one natural-language instruction for each ManiSkill task.
 
-ManiSkill itself gives instructions for a few tasks only. The order is that of its documentation; the tasks of the last
-two groups need assets or packages that do not come with it.
+ManiSkill itself gives instructions for a few tasks only. The tasks of the last group need assets that do not
+come with it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MANIPULATION = {
     "FMBAssembly1Easy-v1": "assemble the parts on the red board with the help of the fixture",
     "PickCubeSO100-v1": "pick up the red cube and hold it still at the goal position",
     "SO100GraspCube-v1": "grasp the cube, lift it and bring the arm to its rest pose",
-    "TwoRobotPickCube-v1": "pass the red cube from the left arm's side to the right arm and lift it to the goal position",
-    "TwoRobotStackCube-v1": "put the green cube on the target with one arm and stack the blue cube on it with the other",
+    "TwoRobotPickCube-v1": "pass the red cube to the right arm and lift it to the goal position",
+    "TwoRobotStackCube-v1": "put the green cube on the target and, with the other arm, the blue cube on it",
 }
 _HANDS = {
     **{f"RotateValveLevel{level}-v1": "turn the valve with the three fingers" for level in range(5)},
@@ -33,10 +33,7 @@ _HANDS = {
         f"RotateSingleObjectInHandLevel{level}-v1": "rotate the object in the hand without dropping it"
         for level in range(1, 4)
     },
-    **{
-        f"TriFingerRotateCubeLevel{level}-v1": "move and turn the cube into the goal pose with the three fingers"
-        for level in range(5)
-    },
+    **{f"TriFingerRotateCubeLevel{level}-v1": "move and turn the cube into the goal pose" for level in range(5)},
 }
 _BODIES = {
     "MS-AntWalk-v1": "walk forward",

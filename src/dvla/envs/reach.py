@@ -1,8 +1,8 @@
 """A tiny reaching task in the plane, for tests and first steps: no simulator, no torch, microseconds a step.
 
-A point in the square [-1, 1]^2 moves by a tenth of the action; the episode succeeds when it is close to a target. It has
-everything the trainer has to deal with (pictures, state, sparse and dense rewards, one or two instructions) and nothing
-that costs time.
+A point in the square [-1, 1]^2 moves by a tenth of the action; the episode succeeds when it is close to a
+target. It has everything the trainer has to deal with (pictures, state, sparse and dense rewards, one or two
+instructions) and nothing that costs time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from dvla.envs.errors import EnvironmentSetupError
+from dvla.envs.errors import EnvironmentSetupError, SimulationError
 from dvla.envs.protocol import EnvSpec, Step
 
 _INSTRUCTIONS = (
@@ -31,15 +31,15 @@ _POINT_SIZE = 0.12
 class ReachEnv:
     """A point that has to reach a target, or, as a second task, the target's mirror image through the origin.
 
-    The state is the point's and the target's position; pictures show both as discs, and where to go follows from the
-    instruction alone. With the defaults about one in ten uniformly random episodes succeeds.
+    The state is the point's and the target's position; pictures show both as discs, and where to go follows
+    from the instruction alone. With the defaults one in ten uniformly random episodes succeeds.
 
     Args:
         task: Always "reach"; there for the sake of the common constructor.
         cameras: ("top",) for pictures from above, () for the state alone.
         image_size: Height and width of a picture in pixels; None is the same as no cameras.
         max_episode_steps: Control steps of an episode.
-        reward_mode: "sparse" (1 within the target's radius, else 0), or "dense": falls from 1 at the goal with distance.
+        reward_mode: "sparse" (1 within the target's radius, else 0), or "dense" (falls with the distance).
         target_radius: Distance at which the target counts as reached.
         num_tasks: 1, or 2 for both instructions.
 
@@ -67,11 +67,11 @@ class ReachEnv:
             if value not in allowed:
                 raise EnvironmentSetupError(f"{key}={value!r} must be one of: {', '.join(map(str, allowed))}")
         if not 0 < target_radius < _START_DISTANCE[0]:
-            raise EnvironmentSetupError(f"target_radius={target_radius} must lie between 0 and {_START_DISTANCE[0]}")
+            raise EnvironmentSetupError(f"target_radius={target_radius} must be above 0 and below {_START_DISTANCE[0]}")
         self.spec = EnvSpec(
             name="reach",
             cameras=cameras,
-            image_size=tuple(image_size) if cameras else (0, 0),  # type: ignore[arg-type]
+            image_size=(image_size[0], image_size[1]) if cameras and image_size else (0, 0),
             state_dim=4,
             action_dim=2,
             max_episode_steps=max_episode_steps,
@@ -96,7 +96,7 @@ class ReachEnv:
         sign = 1.0 if task == 0 else -1.0
         self._goal_x, self._goal_y = sign * self._target_x, sign * self._target_y
         distance = random.uniform(*_START_DISTANCE)
-        while True:  # until the direction leads to a place within the square; towards the origin there is always one
+        while True:  # until the direction leads to a place in the square, as those towards the origin do
             angle = random.uniform(0, 2 * math.pi)
             self._x = self._goal_x + distance * math.cos(angle)
             self._y = self._goal_y + distance * math.sin(angle)
@@ -109,6 +109,8 @@ class ReachEnv:
         self._x = _clip(self._x + _STEP_LENGTH * _clip(dx))
         self._y = _clip(self._y + _STEP_LENGTH * _clip(dy))
         distance = self._distance()
+        if distance != distance:  # NaN
+            raise SimulationError(f"reach: the policy's action is not finite: {action}")
         success = distance <= self._radius
         reward = 1.0 - math.tanh(2.0 * distance) if self._dense else float(success)
         return Step(reward, success, False)

@@ -21,6 +21,7 @@ from dvla.runtime.device import use_own_stream
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from torch import Tensor
 
     from dvla.config import Config
@@ -52,7 +53,10 @@ class StepReport:
 
     policy_version: int
     tally: BatchTally
-    timings: dict[str, float]
+    values: dict[str, float]
+    """Optimiser metrics and timings by tag."""
+    frames: np.ndarray | None
+    """(T, cameras, H, W, 3) uint8: what the policy saw in the batch's first episode; None without cameras."""
 
 
 class GrpoLane(Lane):
@@ -60,7 +64,8 @@ class GrpoLane(Lane):
 
     Owns: the learner (sharded policy, optimiser), the learner mesh, the control group.
     Consumes: finished groups (`groups`), free host buffers (`host_free`).
-    Produces: free slots (`slots_free`), room for other groups (`admission`), published shards (`published`), reports and checkpoints of each step.
+    Produces: free slots (`slots_free`), room for other groups (`admission`), published shards (`published`), reports,
+        checkpoints.
     Blocks on: `groups`, the grpo lanes of the other ranks, `host_free`.
     Unblocked by: sampling (a group), the other ranks, param_dist (a buffer), a stop request.
     """
@@ -118,11 +123,13 @@ class GrpoLane(Lane):
         if self.policy_version >= self._algo.num_steps:
             self._end("completed")
         begin = time.monotonic()
-        tally, parts, waited = BatchTally(), [], 0.0
+        tally, parts, waited, frames = BatchTally(), [], 0.0, None
         for index in range(self._groups_per_batch):
             waiting = time.monotonic()
             group = self._next_group(tally)
             waited += time.monotonic() - waiting
+            if group is not None and index == 0:
+                frames = self._film(group)
             group_parts = [] if group is None else self._cut(group, tally)
             rounds = self._agree(len(group_parts), stop=group is None)
             self._train(group_parts, rounds, tally, is_last_group=index == self._groups_per_batch - 1)
@@ -143,7 +150,7 @@ class GrpoLane(Lane):
         tally.reduce(self._world.control_pg)
         timings["time/step_s"] = time.monotonic() - begin
         self.clock.count()
-        self._on_step(StepReport(self.policy_version, tally, timings | metrics))
+        self._on_step(StepReport(self.policy_version, tally, timings | metrics, frames))
         if self.policy_version // self._config.run.checkpoint_every > self._saved_version // (
             self._config.run.checkpoint_every
         ):
@@ -200,6 +207,12 @@ class GrpoLane(Lane):
     def _free_slots(self, group: Group) -> None:
         for slot in group.slots:
             self._meet.slots_free.put(slot)
+
+    def _film(self, group: Group) -> np.ndarray | None:
+        """The frames of a group's first episode; its slot will soon hold another one."""
+        slot = group.slots[0]
+        images = self._slots.tensors["images"][slot, : int(self._slots.tensors["num_decisions"][slot])]
+        return images.numpy().copy() if images.numel() and self._world.is_main else None
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 

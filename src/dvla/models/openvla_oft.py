@@ -11,7 +11,7 @@ the models' own `forward` would build masks and caches that this model has no us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from dvla.envs.protocol import EnvSpec
 from dvla.models.openvla_oft_config import NUM_BINS, OpenVLAOFTConfig
+from dvla.models.openvla_oft_init import initialise_from_scratch
 from dvla.models.openvla_oft_vision import FusedVisionBackbone, ProprioProjector, VisionProjector
 from dvla.models.policy import Decision, Observation, RecordField
 from dvla.models.tokenizer import SPACE, build_tokenizer
@@ -61,7 +62,7 @@ class OpenVLAOFT(nn.Module):
         temperature: float,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Build the model with the random weights of the underlying classes.
+        """Build the model with random weights.
 
         Args:
             config: Sizes and switches.
@@ -105,6 +106,7 @@ class OpenVLAOFT(nn.Module):
         )
         llm = self.language_model.model
         llm.layers[-1] = _LastLayer(llm.config, config.llm_layers - 1)
+        initialise_from_scratch(self)
         if tokenizer is None:
             texts = [prompt_text(instruction) for instruction in spec.instructions]
             tokenizer = build_tokenizer(texts, config.first_action_id)
@@ -112,10 +114,16 @@ class OpenVLAOFT(nn.Module):
         prompts = [_tokenize(tokenizer, instruction) for instruction in spec.instructions]
         self.set_prompts(prompts, stop_id=tokenizer.eos_token_id)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OpenVLAOFT:
+        """Move or cast the weights; the constants stay float32, and are right even when the model comes from `meta`."""
+        super()._apply(fn, recurse)
+        self.reset_buffers()
+        return self
+
     def set_prompts(self, prompts: Sequence[Sequence[int]], *, stop_id: int) -> None:
         """Replace the tokenised prompts, one per task, each from BOS to the lone space."""
-        self._prompts = [list(prompt) for prompt in prompts]
-        self._stop_id = stop_id
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.stop_id = stop_id
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
@@ -127,12 +135,12 @@ class OpenVLAOFT(nn.Module):
 
         # Prompts are padded on the left, to the longest of the run rather than of the batch: so the action slots lie at
         # the same place in every row, and a decision does not depend on which others share its batch.
-        longest = max(map(len, self._prompts))
-        tail = [self._stop_id] if self.config.keep_stop_token else []
-        pads = [longest - len(prompt) for prompt in self._prompts]
+        longest = max(map(len, self.prompts))
+        tail = [self.stop_id] if self.config.keep_stop_token else []
+        pads = [longest - len(prompt) for prompt in self.prompts]
         rows = [
             [prompt[0], *[self.config.vocab_size] * pad, *prompt[1:], *tail]
-            for prompt, pad in zip(self._prompts, pads, strict=True)
+            for prompt, pad in zip(self.prompts, pads, strict=True)
         ]
         self._num_prompt = longest - 1
         self._first_row = self._num_context + longest - 2  # position of the lone space

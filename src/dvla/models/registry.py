@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dvla.config import ConfigError
 from dvla.envs.protocol import EnvSpec
 
 
@@ -41,8 +42,9 @@ def build_policy(
             as they were.
 
     Raises:
-        ValueError: A name, preset or option is unknown or does not fit the environment; names the config key.
+        ConfigError: A name, preset or option is unknown or does not fit the environment; names the config key.
     """
+    check_model(name, preset, options)
     sizes = {"spec": spec, "num_action_chunks": num_action_chunks, "temperature": temperature}
     # devices=(): everything is drawn on the CPU, and looking at the accelerators would initialise them.
     with torch.random.fork_rng(devices=()):
@@ -50,8 +52,25 @@ def build_policy(
         if ":" in name:
             policy = _build_custom(name, {"preset": preset, **sizes}, options)
         else:
-            policy = _build_known(name, preset, options, sizes)
+            build, config = _known(name, preset, options)
+            try:
+                policy = build(config, **sizes)
+            except ValueError as error:  # the sizes do not fit the environment
+                raise ConfigError(str(error)) from error
     return policy.to(device="cpu", dtype=torch.float32)
+
+
+def check_model(name: str, preset: str, options: Mapping[str, Any]) -> None:
+    """Check names and options without building anything, so that a typo costs no simulator's start.
+
+    Raises:
+        ConfigError: As `build_policy`.
+    """
+    if ":" in name:
+        sizes = dict.fromkeys(("preset", "spec", "num_action_chunks", "temperature"))
+        _custom(name, sizes, options)
+    else:
+        _known(name, preset, options)
 
 
 def _openvla_oft() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
@@ -73,27 +92,27 @@ _MODELS: dict[str, Callable[[], tuple[Callable[..., nn.Module], Mapping[str, Any
 }
 
 
-def _build_known(name: str, preset: str, options: Mapping[str, Any], sizes: Mapping[str, Any]) -> nn.Module:
-    """Build one of the models that come with D-VLA."""
+def _known(name: str, preset: str, options: Mapping[str, Any]) -> tuple[Callable[..., nn.Module], Any]:
+    """One of the models that come with D-VLA: its class and its sizes."""
     if name not in _MODELS:
         allowed = ", ".join(_MODELS)
-        raise ValueError(f"model.name: unknown model {name!r}; allowed: {allowed}, or package.module:Class")
+        raise ConfigError(f"model.name: unknown model {name!r}; allowed: {allowed}, or package.module:Class")
     build, presets = _MODELS[name]()
     if preset not in presets:
-        raise ValueError(f"model.preset: {name} has no preset {preset!r}; allowed: {', '.join(presets)}")
+        raise ConfigError(f"model.preset: {name} has no preset {preset!r}; allowed: {', '.join(presets)}")
     config = presets[preset]
     allowed = [field.name for field in dataclasses.fields(config)]
     for option, value in options.items():
         if option not in allowed:
-            raise ValueError(f"model.options.{option}: {name} has no such option; allowed: {', '.join(allowed)}")
+            raise ConfigError(f"model.options.{option}: {name} has no such option; allowed: {', '.join(allowed)}")
         default = getattr(config, option)
         if not _is_like(value, default):
-            raise ValueError(f"model.options.{option}: got {value!r}, needs a value like {default!r}")
+            raise ConfigError(f"model.options.{option}: got {value!r}, needs a value like {default!r}")
     try:
         config = dataclasses.replace(config, **options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"model.options: {error}") from error
-    return build(config, **sizes)
+        raise ConfigError(f"model.options: {error}") from error
+    return build, config
 
 
 def _is_like(value: Any, default: Any) -> bool:
@@ -107,19 +126,24 @@ def _is_like(value: Any, default: Any) -> bool:
     return isinstance(value, type(default))
 
 
-def _build_custom(name: str, sizes: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
-    """Build a policy of the user's own."""
+def _custom(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    """The class of a user's own policy, which must take `arguments` and `options`."""
     module, _, attribute = name.partition(":")
     try:
         build = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"model.name: cannot import {name!r}: {error}") from error
+        raise ConfigError(f"model.name: cannot import {name!r}: {error}") from error
     try:
-        inspect.signature(build).bind(**sizes, **options)
+        inspect.signature(build).bind(**arguments, **options)
     except TypeError as error:
-        raise ValueError(f"model.options: {name} cannot be called with these options: {error}") from error
-    policy = build(**sizes, **options)
+        raise ConfigError(f"model.options: {name} cannot be called with these options: {error}") from error
+    return build
+
+
+def _build_custom(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
+    """Build a policy of the user's own."""
+    policy = _custom(name, arguments, options)(**arguments, **options)
     missing = [part for part in ("record_spec", "act", "fsdp_units") if not hasattr(policy, part)]
     if not isinstance(policy, nn.Module) or missing:
-        raise ValueError(f"model.name: {name} is no Policy (an nn.Module with record_spec, act and fsdp_units)")
+        raise ConfigError(f"model.name: {name} is no Policy (an nn.Module with record_spec, act and fsdp_units)")
     return policy

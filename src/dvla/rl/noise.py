@@ -37,13 +37,13 @@ def decision_keys(seed: int, tickets: Tensor, decisions: Tensor) -> Tensor:
 
 def uniform(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
     """Uniform noise (B, *shape) float32 in the open interval (0, 1); `stream` tells apart several draws for one key."""
-    count = math.prod(shape)
-    index = torch.arange(1 + stream * count, 1 + (stream + 1) * count, device=keys.device)
+    count, first = math.prod(shape), 1 + (stream << 32)  # streams never overlap, whatever their shapes
+    index = torch.arange(first, first + count, device=keys.device)
     bits = _shift_right(_mix(keys[:, None] + index[None, :] * _GOLDEN), 41)  # 23 bits: exact in float32
     return ((bits.float() + 0.5) * 2.0**-23).view(keys.shape[0], *shape)
 
 
 def normal(keys: Tensor, *shape: int, stream: int = 0) -> Tensor:
-    """Standard normal noise (B, *shape) float32 by the Box-Muller transform."""
+    """Standard normal noise (B, *shape) float32 by the Box-Muller transform, of uniform streams 2s and 2s + 1."""
     radius = torch.sqrt(-2.0 * torch.log(uniform(keys, *shape, stream=2 * stream)))
     return radius * torch.cos((2.0 * math.pi) * uniform(keys, *shape, stream=2 * stream + 1))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dvla.config import ConfigError, Device
+from dvla.config import Device, RankConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,13 +17,13 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
     """The device of a rank; `auto` takes a GPU if there is one for it.
 
     Raises:
-        ConfigError: A GPU is asked for that this rank cannot have.
+        RankConfigError: A GPU is asked for that this rank cannot have.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is Device.cpu or (wanted is Device.auto and gpus == 0):
         return torch.device("cpu")
     if local_rank >= gpus:
-        raise ConfigError(
+        raise RankConfigError(
             f"device={wanted.name}: local rank {local_rank} has no GPU of its own, this machine shows {gpus}: start at "
             f"most {gpus} processes per node, or set device=cpu"
         )

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from dvla.config import Device
 
 
-class AgreedError(ConfigError):
-    """A fault found by one rank and raised, with the same words, on all of them."""
-
-
 @dataclass(frozen=True, slots=True)
 class World:
     """This rank's place among all, and the groups it may use; each group belongs to one lane."""

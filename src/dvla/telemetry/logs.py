@@ -48,7 +48,8 @@ class _CurrentStderr(logging.StreamHandler):
 def set_up_logging(rank: int, folder: Path, *, level: int = logging.INFO) -> None:
     """Send the log of this process to where it belongs; calling again replaces what was set up before.
 
-    Our own loggers report from `level` on, those of libraries from WARNING on, and Python's warnings are
+    A record with ``extra={"file_only": True}`` is kept from the terminal. Our own loggers report from `level` on,
+    those of libraries from WARNING on, and Python's warnings are
     logged.
 
     Args:
@@ -59,7 +60,9 @@ def set_up_logging(rank: int, folder: Path, *, level: int = logging.INFO) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank{rank:05d}.log", encoding="utf-8")]
     if rank == 0:
-        handlers.append(_CurrentStderr())
+        terminal = _CurrentStderr()
+        terminal.addFilter(lambda record: not getattr(record, "file_only", False))
+        handlers.append(terminal)
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if (handler.name or "").startswith(_HANDLER_PREFIX)]:
         root.removeHandler(old)

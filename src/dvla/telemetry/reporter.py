@@ -9,6 +9,7 @@ import yaml
 
 from dvla.config import Schedule, to_plain
 from dvla.telemetry.console import Console
+from dvla.telemetry.film import save_film
 from dvla.telemetry.metrics import MetricsWriter
 from dvla.telemetry.summary import first_last_mean, write_summary
 
@@ -36,7 +37,9 @@ class Reporter:
     def __init__(self, config: Config, world: World, logs: Path) -> None:
         self._config, self._world = config, world
         self._folder = config.run.folder
-        self._console = Console(config.telemetry.console and world.is_main, config.algo.num_steps)
+        self._console = Console(
+            config.telemetry.console and world.is_main, config.algo.num_steps, title=config.run.name
+        )
         self._metrics: MetricsWriter | None = None
         self._totals = dict.fromkeys(_COUNTS, 0.0) | dict.fromkeys(_MAXIMA, -1.0)
         self._history: list[tuple[float, float]] = []  # (success rate, mean return) of each batch
@@ -107,7 +110,7 @@ class Reporter:
         self._policy_version = report.policy_version
         now = time.monotonic()
         seconds, self._last = now - self._last, now
-        values |= report.timings
+        values |= report.values
         values["perf/env_steps_per_s"] = tally.env_steps / seconds
         values["perf/decisions_per_s"] = tally.decisions / seconds
         values["plane/weights/version_syncs"] = len(self._sync_seconds)
@@ -120,6 +123,9 @@ class Reporter:
             values[f"lane/{name}/items_per_s"] = delta.items_per_s
         if self._metrics:
             self._metrics.write(report.policy_version, int(self._totals["env_steps"]), values)
+        is_milestone = len(self._history) == 1 or self._policy_version % self._config.run.checkpoint_every == 0
+        if report.frames is not None and is_milestone:
+            save_film(self._folder / "frames" / f"step_{self._policy_version:06d}.png", report.frames)
         self._console.step({"policy_version": report.policy_version, **values})
 
     def _wall_s(self) -> float:

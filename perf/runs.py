@@ -1,0 +1,66 @@
+"""Start training runs the way people do and read their summaries; shared by the benchmarks of this folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+
+
+def train(*overrides: str, ranks: int = 2) -> dict:
+    """Run ``torchrun … -m dvla.train`` to its end.
+
+    Returns:
+        Its summary, with `metrics` (the lines of metrics.jsonl), `command` and `total_s` (start-up included).
+    """
+    with tempfile.TemporaryDirectory() as root:
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "dvla.train", *overrides]
+        begin = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *command[1:], f"run.root={root}", "run.name=bench"],
+            cwd=REPOSITORY,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "tests")},
+            check=True,
+            stdout=sys.stderr,
+        )
+        total_s = time.monotonic() - begin
+        folder = Path(root) / "bench"
+        summary = json.loads((folder / "summary.json").read_text())
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return summary | {"metrics": [json.loads(x) for x in lines], "command": " ".join(command), "total_s": total_s}
+
+
+def machine() -> dict:
+    """What this was measured on."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+    }
+
+
+def store(name: str, rows: list[dict]) -> None:
+    """Print rows as JSON lines and keep them, with the machine, as results/NAME.json."""
+    for row in rows:
+        sys.stdout.write(json.dumps({key: value for key, value in row.items() if key != "metrics"}) + "\n")
+    RESULTS.mkdir(exist_ok=True)
+    content = {"machine": machine(), "command": f"python perf/{name}.py", "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,139 @@
+"""What people get wrong: one clear line that names the thing and the remedy, an exit code, nothing left behind."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_step
+
+pytestmark = pytest.mark.e2e
+
+
+def error_lines(run):
+    """The lines in which the program itself says what is wrong."""
+    return [line for line in run.output.splitlines() if line.startswith("dvla: rank")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["env.name=reech"], ["env.name='reech'", "did you mean reach"]),
+        (["+env.options.colour=red"], ["env.options.colour", "target_radius"]),
+        (["model.name=openvla"], ["model.name", "openvla_oft"]),
+        (["model.preset=huge"], ["model.preset", "default"]),
+        (["+model.options.width=3"], ["model.options.width"]),
+        (["model.num_action_chunks=33"], ["model.num_action_chunks=33", "env.max_episode_steps=32"]),
+        (["algo.group_size=1"], ["algo.group_size"]),
+        (["runtime.num_slots=2"], ["runtime.num_slots=2", "algo.group_size=4"]),
+        (["device=cuda"], ["device=cuda", "device=cpu"]),
+        (["resume=runs/nothing"], ["resume=runs/nothing", "no complete checkpoint"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) and "=" in value[-1] else "",
+)
+def test_a_wrong_value_ends_before_any_simulator_starts(tmp_path, overrides, words):
+    run = train(tmp_path, *QUICK, *overrides, ranks=0)
+    assert run.code == 2, run.output
+    (line,) = error_lines(run)
+    assert all(word in line for word in words), line
+    assert "Traceback" not in run.output
+    assert not list(tmp_path.rglob("*-w0.log"))
+
+
+def test_an_unknown_key_is_named(tmp_path):
+    run = train(tmp_path, *QUICK, "algo.groupsize=4", ranks=0)
+    assert run.code != 0
+    assert "algo.groupsize" in run.output
+
+
+def test_a_batch_that_does_not_divide_among_the_ranks(tmp_path):
+    run = train(tmp_path, *QUICK, "algo.groups_per_step=3")
+    assert run.code != 0
+    assert any("algo.groups_per_step=3 must be a multiple of the number of ranks (2)" in x for x in error_lines(run))
+    assert not list(tmp_path.rglob("*-w0.log"))
+
+
+def test_a_folder_in_use_is_kept_unless_told_otherwise(tmp_path):
+    first = train(tmp_path, *QUICK, "algo.num_steps=1", ranks=0)
+    assert first.code == 0, first.output
+    second = train(tmp_path, *QUICK, "algo.num_steps=1")
+    assert second.code != 0
+    (line,) = error_lines(second)  # all ranks fail, one says why
+    assert all(word in line for word in ("is not empty", "run.name", "run.clean=true", "resume=auto"))
+    assert line.removeprefix("dvla: rank 0: error: ") in second.output.split("Root Cause")[-1], "torchrun's last word"
+    third = train(tmp_path, *QUICK, "algo.num_steps=1", "run.clean=true", ranks=0)
+    assert third.code == 0, third.output
+
+
+def test_clean_never_removes_what_is_no_run(tmp_path):
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "thesis.tex").write_text("important")
+    run = train(tmp_path, *QUICK, "run.clean=true", ranks=0)
+    assert run.code == 2
+    assert "does not look like a run" in error_lines(run)[0]
+    assert (tmp_path / "test" / "thesis.tex").exists()
+
+
+def test_a_disk_that_cannot_be_written(tmp_path):
+    run = train(tmp_path, *QUICK, "run.root=/proc/runs", ranks=0)
+    assert run.code == 2
+    assert "run.root" in error_lines(run)[0]
+
+
+def test_a_dead_worker_ends_the_run_with_its_name(tmp_path):
+    process = start(tmp_path, *QUICK, "algo.num_steps=100000")
+    wait_for_step(process, tmp_path / "test", 2)
+    victim_rank = ranks_of(process)[1]
+    (worker,) = victim_rank.children()
+    worker.kill()
+    run = finish(process, tmp_path)
+    assert run.code != 0
+    assert any("rank 1" in line and "worker 0" in line and "signal 9" in line for line in error_lines(run)), run.output
+    assert run.summary["exit"] == "failed"
+    assert "worker 0" in run.summary["error"]
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "torchrun"])
+def test_a_killed_process_takes_all_others_with_it(tmp_path, victim):
+    process = start(tmp_path, *QUICK, "algo.num_steps=100000")
+    wait_for_step(process, tmp_path / "test", 2)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    assert len(everyone) >= 4  # two ranks, two workers
+    target = psutil.Process(process.pid) if victim == "torchrun" else ranks_of(process)[int(victim[-1])]
+    os.kill(target.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    finish(process, tmp_path)
+    _, alive = psutil.wait_procs(everyone, timeout=60 - (time.monotonic() - begin))
+    assert not alive, f"still running: {alive}"
+
+
+def test_no_vulkan_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("VK_ICD_FILENAMES", str(tmp_path / "none.json"))
+    monkeypatch.setenv("VK_DRIVER_FILES", str(tmp_path / "none.json"))
+    run = train(tmp_path, *QUICK, "env=maniskill", "model=openvla_oft_nano", ranks=0)
+    assert run.code == 1
+    (line,) = error_lines(run)
+    assert "Vulkan" in line
+    assert "make setup" in line or "system_packages.sh" in line
+
+
+def test_an_unknown_task_shows_what_is_close(tmp_path):
+    run = train(tmp_path, *QUICK, "env=maniskill", "model=openvla_oft_nano", "env.task=PushCub-v1", ranks=0)
+    assert run.code == 1
+    (line,) = error_lines(run)
+    assert "'PushCub-v1'" in line
+    assert "PushCube-v1" in line
+
+
+def test_a_missing_simulator_package(tmp_path, monkeypatch):
+    package = tmp_path / "fake" / "mani_skill"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'mani_skill'\", name='mani_skill')")
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{os.environ['PYTHONPATH']}")
+    run = train(tmp_path, *QUICK, "env=maniskill", "model=openvla_oft_nano", ranks=0)
+    assert run.code != 0
+    (line,) = error_lines(run)
+    assert "mani_skill" in line
+    assert "make setup" in line

@@ -1,0 +1,416 @@
+"""ManiSkill as an environment: reproducible resets, steps without rendering, light meshes, helpful errors."""
+
+import builtins
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box
+
+from dvla.envs import light_meshes
+from dvla.envs.errors import EnvironmentSetupError, SimulationError
+from dvla.envs.light_meshes import light_mesh
+from dvla.envs.maniskill import ManiSkillEnv, _action_ranges
+from dvla.envs.protocol import Environment
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """One cache folder of light meshes for this file."""
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("DVLA_CACHE_DIR")
+    os.environ["DVLA_CACHE_DIR"] = str(folder)
+    yield folder
+    os.environ.pop("DVLA_CACHE_DIR")
+    if before is not None:
+        os.environ["DVLA_CACHE_DIR"] = before
+
+
+@pytest.fixture(autouse=True)
+def nobody_to_ask(monkeypatch):
+    def ask(*_):
+        raise AssertionError("a question was asked on standard input")
+
+    monkeypatch.setattr(builtins, "input", ask)
+
+
+@pytest.fixture
+def make():
+    environments = []
+
+    def build(task="PushCube-v1", **options):
+        environments.append(ManiSkillEnv(task, **options))
+        return environments[-1]
+
+    yield build
+    for env in environments:
+        env.close()
+
+
+def look(env):
+    images = np.zeros((len(env.spec.cameras), *env.spec.image_size, 3), np.uint8)
+    state = np.full(env.spec.state_dim, np.nan, np.float32)
+    env.observe(images, state)
+    return images, state
+
+
+def part(env, name):
+    """The named part of the present state vector."""
+    start = 0
+    for key, length in env.state_layout:
+        if key == name:
+            return look(env)[1][start : start + length]
+        start += length
+    raise KeyError(name)
+
+
+def simulator_state(env):
+    return env._simulator.get_state()[0].numpy().copy()
+
+
+def play(env, seed, steps=12):
+    """Reset and take some random actions; everything that can be compared afterwards."""
+    initial = env.reset(0, seed)
+    actions = np.random.default_rng(1).uniform(-1, 1, (steps, env.spec.action_dim)).astype(np.float32)
+    rewards = [env.step(action).reward for action in actions]
+    return initial, rewards, simulator_state(env).tobytes(), look(env)
+
+
+def difference(one, other):
+    return np.abs(one.astype(int) - other.astype(int)).mean()
+
+
+def test_importing_it_is_cheap():
+    code = "import sys, dvla.envs.maniskill; print({'torch', 'mani_skill', 'sapien'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "set()"
+
+
+def test_spec(make):
+    env = make(image_size=(48, 64))
+    assert isinstance(env, Environment)
+    assert env.spec.name == "maniskill/PushCube-v1"
+    assert env.spec.image_size == (48, 64)
+    assert (env.spec.action_dim, env.spec.state_dim, env.spec.max_episode_steps) == (4, 16, 50)
+    assert "cube" in env.spec.instructions[0]
+    env.reset(0, 0)
+    images, state = look(env)
+    assert images.shape == (1, 48, 64, 3)
+    assert images.std() > 20
+    assert np.isfinite(state).all()
+    with pytest.raises(IndexError):
+        env.reset(1, 0)
+
+
+def test_a_seed_settles_the_episode_on_every_instance(make):
+    used, fresh = make(), make()
+    play(used, 99)
+    one, other = play(used, 7), play(fresh, 7)
+    assert one[:3] == other[:3]
+    assert np.array_equal(one[3][0], other[3][0])
+    assert np.array_equal(one[3][1], other[3][1])
+    assert used.reset(0, 8) != one[0]
+    assert used.reset(0, 2**40 + 7) == used.reset(0, 7 + 2**32)
+
+
+def test_environments_of_one_process_do_not_disturb_each_other(make):
+    alone = play(make(), 3)
+    pair = make(), make()
+    for env, seed in zip(pair, (3, 4), strict=True):
+        env.reset(0, seed)
+    for action in np.random.default_rng(1).uniform(-1, 1, (12, 4)).astype(np.float32):
+        for env in pair:
+            env.step(action)
+    assert simulator_state(pair[0]).tobytes() == alone[2]
+    assert np.array_equal(look(pair[0])[0], alone[3][0])
+
+
+def test_another_process_starts_alike(make):
+    code = (
+        "import hashlib, dvla.envs.maniskill as m; env = m.ManiSkillEnv(cameras=()); "
+        "print(hashlib.sha256(env.reset(0, 11)).hexdigest())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split()[-1] == hashlib.sha256(make().reset(0, 11)).hexdigest()
+
+
+def test_a_chunk_renders_once_and_only_the_chosen_camera(make, monkeypatch):
+    from mani_skill.sensors.camera import Camera
+
+    env = make("StackCube-v1", cameras=("hand_camera",))
+    rendered = []
+    capture = Camera.capture
+    monkeypatch.setattr(Camera, "capture", lambda self: (rendered.append(self.config.uid), capture(self)))
+    env.reset(0, 0)
+    for _ in range(8):
+        env.step(np.zeros(4, np.float32))
+    assert rendered == []
+    look(env)
+    assert rendered == ["hand_camera"]
+
+
+def test_tasks_that_always_observe_pictures_do_not_render_while_stepping_either(make, monkeypatch):
+    from mani_skill.sensors.camera import Camera
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    task = "SO100GraspCube-v1"  # of the kind that overlays photographs; most of that kind know this mode only
+    monkeypatch.setattr(REGISTERED_ENVS[task].cls, "SUPPORTED_OBS_MODES", ["rgb+segmentation"])
+    with pytest.raises(EnvironmentSetupError, match="no privileged state"):
+        make(task, control_mode="pd_joint_delta_pos", privileged_state=True)
+    env = make(task, control_mode="pd_joint_delta_pos")
+    capture, rendered = Camera.capture, []
+    monkeypatch.setattr(Camera, "capture", lambda self: (rendered.append(1), capture(self)))
+    play(env, 0)
+    assert len(rendered) == 1
+    assert look(env)[0].std() > 20
+
+
+def test_the_picture_follows_the_simulation(make):
+    env = make()
+    env.reset(0, 0)
+    before, state = look(env)
+    for _ in range(6):
+        env.step(np.array([0, 1, 0, -1], np.float32))
+    after, moved = look(env)
+    assert difference(before, after) > 1
+    assert moved[10] - state[10] > 0.1  # the tool's y: qpos has 9 elements, then x, y, z
+
+
+def test_without_cameras_nothing_is_rendered_and_physics_is_the_same(make):
+    blind, seeing = make(cameras=()), make()
+    one, other = play(blind, 5), play(seeing, 5)
+    assert one[:3] == other[:3]
+    assert np.array_equal(one[3][1], other[3][1])
+    assert not blind._simulator.scene.can_render()
+    assert blind.spec.cameras == ()
+    assert blind.spec.image_size == (0, 0)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_light_meshes_change_the_picture_little_and_the_physics_not_at_all(make, size):
+    light = play(make(image_size=(size, size)), 2)
+    full = play(make(image_size=(size, size), meshes="full"), 2)
+    assert light[:3] == full[:3]
+    mean = difference(light[3][0], full[3][0])
+    assert 0 < mean <= 2  # 0: the light meshes were not used
+    assert min(light[3][0].std(), full[3][0].std()) > 20
+
+
+def test_the_shortcut_past_the_reflectance_table_does_not_show(make, monkeypatch):
+    quick = play(make(), 6)[3][0]
+    monkeypatch.setattr("dvla.envs.maniskill_setup.prepare_cameras", lambda *_: None)
+    assert np.array_equal(quick, play(make(), 6)[3][0])
+
+
+def test_light_meshes_are_light_also_in_rebuilt_scenes(make):
+    def triangles(env):
+        bodies = env._simulator.scene.sub_scenes[0].render_system.render_bodies
+        return sum(
+            len(mesh.triangles)
+            for body in bodies
+            if "panda" in body.entity.name
+            for shape in body.render_shapes
+            for mesh in shape.parts
+        )
+
+    env = make("PegInsertionSide-v1")  # builds its scene anew at every reset
+    env.reset(0, 0)
+    assert 3_000 < triangles(env) < 20_000
+    assert list(env._simulator.scene.sensors) == ["base_camera"]
+    assert triangles(make(meshes="full")) > 100_000
+
+
+def test_a_light_mesh_keeps_materials_and_extent(cache):
+    import mani_skill
+    import trimesh
+
+    source = Path(mani_skill.PACKAGE_ASSET_DIR) / "robots/panda/franka_description/meshes/visual/link6.glb"
+    target = light_mesh(source)
+    assert target.parent == cache / "meshes"
+    before, after = (trimesh.load_scene(path, process=False) for path in (source, target))
+
+    def faces(scene):
+        return sum(len(mesh.faces) for mesh in scene.geometry.values())
+
+    def colours(scene):
+        return sorted(tuple(mesh.visual.material.baseColorFactor) for mesh in scene.geometry.values())
+
+    assert faces(after) < 0.1 * faces(before)
+    assert colours(after) == colours(before)
+    assert np.abs(after.bounds - before.bounds).max() < 0.003
+    assert light_mesh(source.with_name("finger.glb")) == source.with_name("finger.glb")  # light already
+
+
+def test_textured_meshes_are_left_alone():
+    import mani_skill
+
+    table = Path(mani_skill.PACKAGE_DIR) / "utils/scene_builder/table/assets/table.glb"
+    assert light_mesh(table) == table
+
+
+def test_several_processes_make_a_light_mesh_once(tmp_path):
+    import mani_skill
+    import trimesh
+
+    source = Path(mani_skill.PACKAGE_ASSET_DIR) / "robots/panda/franka_description/meshes/visual/hand.glb"
+    code = (
+        "import sys, pathlib, dvla.envs.light_meshes as m; made = m._make\n"
+        "def make(*args): print('made'); made(*args)\n"
+        f"m._make = make; print(m.light_mesh(pathlib.Path({str(source)!r})))"
+    )
+    environment = os.environ | {"DVLA_CACHE_DIR": str(tmp_path)}
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    lines = [job.communicate()[0].split() for job in jobs]
+    assert sorted(len(words) for words in lines) == [1, 1, 2]
+    assert len({words[-1] for words in lines}) == 1
+    assert len(trimesh.load_scene(lines[0][-1]).geometry) == 2
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, make):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("DVLA_CACHE_DIR", str(blocked))
+    with pytest.raises(EnvironmentSetupError, match="DVLA_CACHE_DIR"):
+        make()
+    make(cameras=())  # needs no meshes
+
+
+def test_the_cache_folder_is_where_users_expect_it(monkeypatch):
+    monkeypatch.delenv("DVLA_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert light_meshes.cache_folder() == Path("/somewhere/dvla/meshes")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert light_meshes.cache_folder() == Path.home() / ".cache/dvla/meshes"
+
+
+def test_hidden_goals_are_in_the_state(make):
+    env = make("PickCube-v1")
+    env.reset(0, 1)
+    assert np.array_equal(part(env, "goal_pos"), env._simulator.goal_site.pose.p[0].numpy())
+    goal = part(env, "goal_pos")
+    env.reset(0, 2)
+    assert not np.array_equal(goal, part(env, "goal_pos"))
+    assert not any("obj" in name or "cube" in name for name, _ in env.state_layout)
+    both = make("TwoRobotPickCube-v1", cameras=())  # does not tell its goal by itself
+    both.reset(0, 1)
+    assert np.array_equal(part(both, "goal_site_pos"), both._simulator.goal_site.pose.p[0].numpy())
+
+
+def test_the_privileged_state_knows_the_cube_and_changes_nothing_else(make):
+    env, plain = make(privileged_state=True), make()
+    one, other = play(env, 4), play(plain, 4)
+    assert one[:3] == other[:3]
+    assert np.array_equal(one[3][0], other[3][0])
+    cube = env._simulator.obj.pose.p[0].numpy()
+    state = look(env)[1]
+    assert env.spec.state_dim > plain.spec.state_dim
+    assert any(np.array_equal(state[i : i + 3], cube) for i in range(state.size - 2))
+
+
+def test_actions_are_scaled_to_the_controller(make):
+    env = make(cameras=(), control_mode="pd_joint_pos")
+    box = env._simulator.single_action_space
+    assert np.allclose(env._to_controllers(np.full(8, -1, np.float32)), box.low)
+    assert np.allclose(env._to_controllers(np.full(8, 3, np.float32)), box.high)  # clipped
+    same = np.random.default_rng(0).uniform(-1, 1, 4).astype(np.float32)
+    assert np.array_equal(make(cameras=())._to_controllers(same), same)
+
+
+def test_controllers_without_limits_are_refused():
+    box = Box(-np.inf, np.inf, (3,))
+    with pytest.raises(EnvironmentSetupError, match="no limits"):
+        _action_ranges("Some-v1", "pd_free", box)
+
+
+def test_two_arms_share_one_action(make):
+    env = make("TwoRobotStackCube-v1", cameras=())
+    assert env.spec.action_dim == 8
+    env.reset(0, 0)
+    before = simulator_state(env)
+    env.step(np.array([0, 0, 0, 0, 1, 0, 0, 0], np.float32))
+    names = [name for name, _ in env.state_layout]
+    assert "panda_wristcam-1.qpos" in names
+    assert not np.array_equal(simulator_state(env), before)
+
+
+def test_rewards_and_success(make):
+    sparse, dense = make(cameras=()), make(cameras=(), reward_mode="dense")
+    for env in (sparse, dense):
+        env.reset(0, 0)
+        goal = env._simulator.goal_region.pose.p.clone()
+        goal[:, 2] = 0.02
+        env._simulator.obj.set_pose(type(env._simulator.obj.pose).create_from_pq(goal))
+    still = np.zeros(4, np.float32)
+    for env in (sparse, dense):
+        step = env.step(still)
+        assert step.success
+        assert step.reward == 1.0
+        assert not step.terminated  # success ends an episode only if the run says so
+        assert (type(step.reward), type(step.success)) == (float, bool)
+    sparse.reset(0, 0)
+    dense.reset(0, 0)
+    assert sparse.step(still).reward == 0.0
+    assert 0 < dense.step(still).reward < 0.5
+
+
+def test_failure_ends_the_episode(make):
+    env = make("MS-CartpoleBalance-v1", cameras=(), control_mode="pd_joint_delta_pos", reward_mode="dense")
+    env.reset(0, 0)
+    assert any(env.step(np.ones(1, np.float32)).terminated for _ in range(200))
+
+
+def test_a_diverged_simulation_is_an_error(make, monkeypatch):
+    env = make(cameras=(), reward_mode="dense")
+    env.reset(0, 0)
+    with pytest.raises(SimulationError, match="action"):
+        env.step(np.array([np.nan, 0, 0, 0], np.float32))
+    monkeypatch.setattr(env._simulator, "compute_normalized_dense_reward", lambda **_: torch.tensor([torch.nan]))
+    with pytest.raises(SimulationError, match="reward"):
+        env.step(np.zeros(4, np.float32))
+    monkeypatch.setattr(env, "_state_parts", lambda: [("qpos", np.full(16, np.inf, np.float32))])
+    with pytest.raises(SimulationError, match="state is not finite"):
+        look(env)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"task": "PushCub-v1"}, "PushCube-v1"),
+        ({"task": "PickSingleYCB-v1"}, r"ycb.*mani_skill2_ycb.*MS_ASSET_DIR"),
+        ({"task": "UnitreeH1Stand-v1", "control_mode": "pd_joint_pos"}, "asset unitree_h1"),
+        ({"control_mode": "pd_magic"}, "pd_ee_delta_pos, pd_ee_delta_pose"),
+        ({"task": "PickCubeSO100-v1"}, "pd_joint_delta_pos"),
+        ({"cameras": ("wrist",)}, "it has: base_camera"),
+        ({"task": "PlugCharger-v1", "reward_mode": "dense"}, "none, sparse"),
+        ({"task": "MS-AntWalk-v1", "control_mode": "pd_joint_delta_pos"}, "no sparse reward"),
+        ({"reward_mode": "shaped"}, "sparse, dense"),
+        ({"meshes": "tiny"}, "light, full"),
+        ({"task": "Empty-v1"}, "no success"),
+    ],
+)
+def test_what_cannot_be_set_up_says_why(make, options, expected, monkeypatch):
+    monkeypatch.setenv("MS_SKIP_ASSET_DOWNLOAD_PROMPT", "1")  # means "download without asking" to ManiSkill
+    with pytest.raises(EnvironmentSetupError, match=expected) as error:
+        make(**{"cameras": ()} | options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_vulkan_driver_is_explained():
+    code = (
+        "from dvla.envs.errors import EnvironmentSetupError\nfrom dvla.envs.maniskill import ManiSkillEnv\n"
+        "try: ManiSkillEnv()\nexcept EnvironmentSetupError as error: print('EXPLAINED', error)"
+    )
+    environment = os.environ | {"VK_ICD_FILENAMES": "/nowhere.json"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment).stdout
+    assert "EXPLAINED" in out
+    assert "make setup" in out
+    assert "/nowhere.json" in out
