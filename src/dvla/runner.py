@@ -123,7 +123,7 @@ class _DataPlane:
     arrays: dict[str, np.ndarray]
 
 
-def _make_data_plane(config: Config, world: World, spec: EnvSpec, policy: torch.nn.Module, pool: WorkerPool) -> _DataPlane:
+def _make_data_plane(config: Config, world: World, spec: EnvSpec, policy: Any, pool: WorkerPool) -> _DataPlane:
     """Allocate the episode slots and hand them to the workers."""
     layout = slot_layout(
         spec,

@@ -62,7 +62,7 @@ def send_versions(world, name, dtype, versions):
     return digests
 
 
-@pytest.mark.distributed()
+@pytest.mark.distributed
 @pytest.mark.parametrize(("world_size", "name", "dtype"), [
     (1, "mlp", torch.float32),
     (2, "openvla_oft", torch.float32),
@@ -90,7 +90,7 @@ def disagree(world):
     return True
 
 
-@pytest.mark.distributed()
+@pytest.mark.distributed
 def test_ranks_that_publish_different_versions_stop():
     assert run_ranks(disagree, 2) == [True, True]
 

@@ -385,8 +385,6 @@ def test_a_diverged_simulation_is_an_error(make, monkeypatch):
     ("options", "expected"),
     [
         ({"task": "PushCub-v1"}, "PushCube-v1"),
-        ({"task": "PickSingleYCB-v1"}, r"ycb.*mani_skill2_ycb.*MS_ASSET_DIR"),
-        ({"task": "UnitreeH1Stand-v1", "control_mode": "pd_joint_pos"}, "asset unitree_h1"),
         ({"control_mode": "pd_magic"}, "pd_ee_delta_pos, pd_ee_delta_pose"),
         ({"task": "PickCubeSO100-v1"}, "pd_joint_delta_pos"),
         ({"cameras": ("wrist",)}, "it has: base_camera"),
@@ -397,11 +395,30 @@ def test_a_diverged_simulation_is_an_error(make, monkeypatch):
         ({"task": "Empty-v1"}, "no success"),
     ],
 )
-def test_what_cannot_be_set_up_says_why(make, options, expected, monkeypatch):
-    monkeypatch.setenv("MS_SKIP_ASSET_DOWNLOAD_PROMPT", "1")  # means "download without asking" to ManiSkill
+def test_what_cannot_be_set_up_says_why(make, options, expected):
     with pytest.raises(EnvironmentSetupError, match=expected) as error:
         make(**{"cameras": ()} | options)
     assert "\n" not in str(error.value)
+
+
+def test_missing_assets_are_named_and_not_downloaded(make, monkeypatch, tmp_path):
+    from mani_skill.agents import REGISTERED_AGENTS
+    from mani_skill.utils.assets import DATA_SOURCES
+
+    monkeypatch.setenv("MS_SKIP_ASSET_DOWNLOAD_PROMPT", "1")  # means "download without asking" to ManiSkill
+    for source in ("ycb", "unitree_h1"):
+        monkeypatch.setattr(DATA_SOURCES[source], "output_dir", tmp_path)
+    robot = REGISTERED_AGENTS["unitree_h1_simplified"].agent_cls
+    monkeypatch.setattr(robot, "urdf_path", str(tmp_path / "h1.urdf"))
+    for options, expected in (
+        ({"task": "PickSingleYCB-v1"}, f"asset ycb.*{tmp_path}/assets/mani_skill2_ycb.*MS_ASSET_DIR"),
+        ({"task": "UnitreeH1Stand-v1", "control_mode": "pd_joint_pos"}, f"asset unitree_h1.*{tmp_path}"),
+    ):
+        with pytest.raises(EnvironmentSetupError, match=expected):
+            make(**options)
+    (tmp_path / "robots/unitree_h1").mkdir(parents=True)  # a download that was broken off
+    with pytest.raises(EnvironmentSetupError, match="only in part"):
+        make("UnitreeH1Stand-v1", control_mode="pd_joint_pos")
 
 
 def test_a_missing_vulkan_driver_is_explained():

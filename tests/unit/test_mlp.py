@@ -91,6 +91,7 @@ def test_logprobs_and_entropy_are_those_of_the_normal_distribution() -> None:
     reference = torch.distributions.Normal(mean, math.sqrt(temperature) * std)
     torch.testing.assert_close(logprobs, reference.log_prob(sample))
     torch.testing.assert_close(entropy, reference.entropy())
+    assert not logprobs._is_view() and not entropy._is_view()  # FSDP2 warns of modules that return views
 
 
 def test_samples_have_the_stated_moments() -> None:

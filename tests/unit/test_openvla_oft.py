@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from dvla.envs.protocol import EnvSpec
 from dvla.models import openvla_oft
@@ -83,6 +84,7 @@ def test_forward_finds_the_logprobs_of_act(temperature: float) -> None:
     decision = policy.act(obs, keys_of(6))
     logprobs, entropy = policy(obs, decision.record)
     assert logprobs.dtype == entropy.dtype == torch.float32
+    assert not logprobs._is_view() and not entropy._is_view()  # FSDP2 warns of modules that return views
     torch.testing.assert_close(logprobs.detach(), decision.logprobs, atol=1e-6, rtol=0)
 
 
@@ -220,6 +222,24 @@ def test_sequence_layout() -> None:
     torch.testing.assert_close(embedded, torch.cat(expected, dim=1), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("keep_stop_token", [True, False])
+def test_logits_are_those_of_the_whole_language_model(keep_stop_token: bool) -> None:
+    """The shortcuts (blocks called one by one, few rows, few columns) change nothing."""
+    policy = make_policy(dataclasses.replace(NANO, keep_stop_token=keep_stop_token))
+    whole = LlamaForCausalLM(policy.language_model.config)
+    whole.load_state_dict(policy.language_model.state_dict())
+    obs = make_obs(3)
+    with torch.no_grad():
+        logits = whole(
+            inputs_embeds=policy.embed(obs),
+            attention_mask=policy.key_mask[obs.task, 0, 0].long(),
+            position_ids=policy.position_ids[obs.task],
+        ).logits
+    last_slot = logits.shape[1] - 1 - keep_stop_token
+    expected = logits[:, last_slot - K * A : last_slot, NANO.vocab_size - 256 : NANO.vocab_size]
+    torch.testing.assert_close(logits_of(policy, obs), expected, atol=1e-5, rtol=0)
+
+
 def test_attention_is_bidirectional() -> None:
     policy = make_policy(spec=make_spec(TASKS[:1]))
     obs = make_obs(2, num_tasks=1)
@@ -308,16 +328,17 @@ def test_samples_follow_the_probabilities(monkeypatch: pytest.MonkeyPatch) -> No
     obs = make_obs(1)
     with torch.no_grad():
         logprobs = policy._bin_logprobs(obs)
-    monkeypatch.setattr(policy, "_bin_logprobs", lambda _: logprobs.expand(count, -1, -1))
+    monkeypatch.setattr(policy, "_bin_logprobs", lambda _: logprobs.expand(count, -1, -1, -1))
     decision = policy.act(obs, keys_of(count))
     tokens = decision.record["tokens"].view(count, K * A).long()
     observed = torch.stack([tokens[:, i].bincount(minlength=256) for i in range(K * A)])
-    expected = count * logprobs[0].exp()
+    logprobs = logprobs[0].view(K * A, 256)
+    expected = count * logprobs.exp()
     assert expected.max() / expected.min() > 3  # far enough from uniform to mean something
     statistic = ((observed - expected).square() / expected).sum(-1)
     assert (statistic < 255 + 5 * math.sqrt(2 * 255)).all()
     assert torch.corrcoef(tokens.T.double()).fill_diagonal_(0).abs().max() < 5 / math.sqrt(count)
-    torch.testing.assert_close(decision.logprobs.view(count, -1)[0], logprobs[0, range(K * A), tokens[0]])
+    torch.testing.assert_close(decision.logprobs.view(count, -1)[0], logprobs[range(K * A), tokens[0]])
 
 
 def test_initial_policy_is_close_to_uniform() -> None:

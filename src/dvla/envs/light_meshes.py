@@ -34,6 +34,8 @@ MIN_FACES = 400
 """Below this the outline of a robot link changes visibly."""
 MAX_FACES = 2_000
 """Above this a single link costs more than it shows."""
+CREASE = 0.5
+"""Edges sharper than this, in radians, stay edges; softer ones are shaded as a smooth surface."""
 SUFFIXES = (".glb", ".stl")
 """Formats that keep everything in one file, so that a hash of that file says all."""
 FORMAT = 1
@@ -106,7 +108,7 @@ def _cached_light_mesh(source: Path, size: int, mtime_ns: int, folder: Path) -> 
 
 def _key(source: Path) -> str:
     """Hash everything a light copy depends on: the source, the recipe and the tools' versions."""
-    recipe = (FORMAT, KEPT_SHARE, MIN_FACES, MAX_FACES)
+    recipe = (FORMAT, KEPT_SHARE, MIN_FACES, MAX_FACES, CREASE)
     tools = [importlib.metadata.version(name) for name in ("trimesh", "fast-simplification")]
     digest = hashlib.sha256(repr((recipe, tools)).encode())
     digest.update(source.read_bytes())
@@ -126,7 +128,9 @@ def _make(source: Path, target: Path, unchanged: Path) -> None:
         return
     for name, mesh in meshes.items():
         meshes[name] = _decimate(mesh, wanted / total)
-    content = scene.export(file_type=target.suffix[1:])
+    # Left to itself, the loader would shade every vertex as smooth, creases included. STL has no such choice.
+    options = {"include_normals": True} if target.suffix == ".glb" else {}
+    content = scene.export(file_type=target.suffix[1:], **options)
     partial = target.with_suffix(f".{os.getpid()}.partial")
     partial.write_bytes(content)
     partial.replace(target)  # atomic: a reader sees no file or a whole one
@@ -140,6 +144,7 @@ def _is_textured(mesh: trimesh.Trimesh) -> bool:
 
 def _decimate(mesh: trimesh.Trimesh, share: float) -> trimesh.Trimesh:
     """Reduce a mesh to `share` of its triangles by quadric decimation; its material is kept."""
+    from trimesh.graph import smooth_shade
     from trimesh.visual import TextureVisuals
 
     material = getattr(mesh.visual, "material", None)
@@ -149,6 +154,7 @@ def _decimate(mesh: trimesh.Trimesh, share: float) -> trimesh.Trimesh:
     faces = max(round(share * len(mesh.faces)), 8)
     if faces < len(light.faces):
         light = light.simplify_quadric_decimation(face_count=faces)
+    light = smooth_shade(light, angle=CREASE)
     if material is not None:
         light.visual = TextureVisuals(material=material)
     return light

@@ -238,7 +238,9 @@ def _explained(options: SimulatorOptions) -> Iterator[None]:
         robot = re.search(r"Robot (\S+)", str(question))
         if robot and robot[1] in REGISTERED_AGENTS:
             _require_assets(task, REGISTERED_AGENTS[robot[1]].asset_download_ids)
-        raise EnvironmentSetupError(f"{task} needs assets that are not there: {question}") from question
+        raise EnvironmentSetupError(
+            f"{task} needs assets that are not in $MS_ASSET_DIR/data, or only in part (ManiSkill: {question})"
+        ) from question
     except ModuleNotFoundError as error:
         raise EnvironmentSetupError(f"{task} needs a package that is not installed: {error}") from error
     except FileNotFoundError as error:

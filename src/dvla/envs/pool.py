@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dvla.envs.messages import MAX_PACKET, Kind, Record, unpack
 from dvla.envs.protocol import EnvSpec
@@ -145,10 +145,9 @@ class WorkerPool:
                     f"simulator worker {worker.number} was not ready after {self._timeout_s:.0f} s: see its log, or "
                     "raise runtime.setup_timeout_s"
                 )
-            values = json.loads(worker.receive())
-            specs.append(
-                EnvSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-            )
+            told: dict[str, Any] = json.loads(worker.receive())
+            values: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in told.items()}
+            specs.append(EnvSpec(**values))
         if any(spec != specs[0] for spec in specs):
             raise WorkerError(f"the workers built different environments: {specs}")
         return specs[0]

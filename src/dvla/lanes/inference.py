@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dvla.lanes.lane import Lane
-from dvla.planes.semaphore import StopFlag, Stopped, wait_any
+from dvla.planes.semaphore import Selectable, StopFlag, Stopped, wait_any
 from dvla.planes.weights import WeightPlaneError
 from dvla.rl.noise import decision_keys
 from dvla.runtime.device import use_own_stream
@@ -65,7 +65,7 @@ class InferenceLane(Lane):
             self._has_stream = True
         self.apply_arrived()
         # Before the first version there is nothing to decide with: requests wait.
-        sources = [self._stop, self._meet.arrived.semaphore]
+        sources: list[Selectable] = [self._stop, self._meet.arrived.semaphore]
         if self._meet.applied_version >= 0:
             if batch := self._take_batch(self._max_wait_s):
                 self.serve(batch)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dvla.models.sharding import shard_policy
-from dvla.rl.losses import LossSettings, LossStats, policy_loss
+from dvla.rl.losses import LogprobType, LossSettings, LossStats, Objective, policy_loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -68,8 +68,8 @@ class Learner:
             self._trainable, lr=algo.lr, betas=algo.adam_betas, weight_decay=algo.weight_decay
         )
         self._settings = LossSettings(
-            logprob_type=algo.logprob_type.name,
-            objective=algo.objective.name,
+            logprob_type=cast("LogprobType", algo.logprob_type.name),
+            objective=cast("Objective", algo.objective.name),
             clip_ratio_low=algo.clip_ratio_low,
             clip_ratio_high=algo.clip_ratio_high,
             dual_clip=algo.dual_clip,

@@ -98,7 +98,8 @@ class MLPPolicy(nn.Module):
         """Log-probabilities and entropies of recorded samples, see `dvla.models.policy.Policy.forward`."""
         mean, log_std = self._gaussian(obs)
         entropy = log_std + 0.5 * (1 + math.log(2 * math.pi))
-        return _log_density(record["sample"], mean, log_std), entropy.expand_as(mean)
+        # A copy, because FSDP2 warns of modules that return views.
+        return _log_density(record["sample"], mean, log_std), entropy.expand_as(mean).clone()
 
     def fsdp_units(self) -> list[nn.Module]:
         """None: the whole model is one small unit."""

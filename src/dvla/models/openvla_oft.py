@@ -168,22 +168,20 @@ class OpenVLAOFT(nn.Module):
         # Outside again, so that what is returned are ordinary tensors. Inverse transform sampling: scaling by the last
         # entry, which is 1 but for rounding, keeps the target within the table.
         cdf = logprobs.exp().cumsum(-1)
-        target = uniform(keys, self.num_tokens).unsqueeze(-1) * cdf[..., -1:]
+        target = uniform(keys, *logprobs.shape[1:3]).unsqueeze(-1) * cdf[..., -1:]
         tokens = torch.searchsorted(cdf, target)
-        shape = (-1, self.num_action_chunks, self.action_dim)
         return Decision(
-            actions=self.bin_centers[tokens].view(shape),
-            logprobs=logprobs.gather(-1, tokens).view(shape),
-            record={"tokens": tokens.to(torch.uint8).view(shape)},
+            actions=self.bin_centers[tokens.squeeze(-1)],
+            logprobs=logprobs.gather(-1, tokens).squeeze(-1),
+            record={"tokens": tokens.squeeze(-1).to(torch.uint8)},
         )
 
     def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of recorded tokens, see `dvla.models.policy.Policy.forward`."""
         logprobs = self._bin_logprobs(obs)
-        tokens = record["tokens"].long().view(-1, self.num_tokens, 1)
-        shape = (-1, self.num_action_chunks, self.action_dim)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, tokens).view(shape), entropy.view(shape)
+        tokens = record["tokens"].long().unsqueeze(-1)
+        # A sum over one element, not a squeeze: FSDP2 warns of modules that return views.
+        return logprobs.gather(-1, tokens).sum(-1), -(logprobs.exp() * logprobs).sum(-1)
 
     def fsdp_units(self) -> list[nn.Module]:
         """The large live blocks; the head stays with the root, because its weight is read in the root's forward."""
@@ -197,7 +195,8 @@ class OpenVLAOFT(nn.Module):
 
     def embed(self, obs: Observation) -> Tensor:
         """Input of the language model: (B, S, llm_hidden_size), in the weights' dtype."""
-        vision = self.projector(self.vision_backbone(obs.images.flatten(0, 1)))
+        # Flat, because a linear layer returns a view otherwise, see `forward`.
+        vision = self.projector(self.vision_backbone(obs.images.flatten(0, 1)).flatten(0, 1))
         batch, width = obs.images.shape[0], vision.shape[-1]
         text = self.language_model.model.embed_tokens(self.prompt_ids[obs.task])
         prompt_end = 1 + self._num_prompt
@@ -227,8 +226,9 @@ class OpenVLAOFT(nn.Module):
         return F.linear(hidden, self.language_model.lm_head.weight[first : first + NUM_BINS]).float()
 
     def _bin_logprobs(self, obs: Observation) -> Tensor:
-        """Log-probabilities (B, K·A, 256) float32 of the action bins."""
-        return (self.action_logits(obs) / self.temperature).log_softmax(-1)
+        """Log-probabilities (B, K, A, 256) float32 of the action bins."""
+        logits = self.action_logits(obs) / self.temperature
+        return logits.log_softmax(-1).view(-1, self.num_action_chunks, self.action_dim, NUM_BINS)
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]:

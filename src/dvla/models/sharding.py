@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dvla.config import Precision
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
 COMPUTE_DTYPE = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
 def shard_policy(
-    policy: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_after_forward: bool
-) -> FSDPModule:
+    policy: Any, mesh: DeviceMesh, *, precision: Precision, reshard_after_forward: bool
+) -> Any:
     """Shard `policy` in place over `mesh`; its parameters become DTensors.
 
     Args:
@@ -26,6 +25,9 @@ def shard_policy(
         mesh: One axis, or (replicate, shard).
         precision: Compute dtype of the units; gradients are reduced in fp32, log-probabilities stay fp32.
         reshard_after_forward: Free a unit's gathered parameters between forward and backward.
+
+    Returns:
+        The same object, now both a policy and an ``FSDPModule`` (which no type says).
     """
     mixed = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPE[precision],

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -138,7 +138,7 @@ def learner_digest(manifest: Manifest, parameters: dict[str, Tensor]) -> str:
 
 
 def _feed(digest: hashlib._Hash, tensor: Tensor) -> None:
-    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class Replica:
@@ -151,7 +151,7 @@ class Replica:
     """
 
     def __init__(self, policy: nn.Module, manifest: Manifest, device: torch.device) -> None:
-        self.policy = policy.requires_grad_(False).eval()
+        self.policy: Any = policy.requires_grad_(False).eval()
         self._manifest = manifest
         self._flat = torch.zeros(manifest.num_bytes, dtype=torch.uint8, device=device)
         parameters = dict(policy.named_parameters())

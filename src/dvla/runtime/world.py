@@ -57,7 +57,8 @@ def join_world(wanted: Device, timeout_s: float) -> World:
     device = choose_device(wanted, local_rank)
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1 and "RANK" not in os.environ:
-        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend(device), store=store, rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(
             backend(device), timeout=timeout, device_id=device if device.type == "cuda" else None

@@ -1,0 +1,58 @@
+"""The main job on the real thing: OpenVLA-OFT from rendered pictures in ManiSkill, on two ranks."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from e2e.launch import train
+
+pytestmark = pytest.mark.e2e
+
+
+def test_openvla_oft_trains_in_maniskill_from_pictures(tmp_path):
+    run = train(
+        tmp_path,
+        "experiment=quickstart",
+        "run.name=test",
+        "algo.group_size=2",
+        "algo.groups_per_step=4",
+        "algo.num_steps=3",
+        "runtime.num_envs=2",
+        "runtime.verify_weights=true",
+        "run.checkpoint_every=3",
+    )
+    assert run.code == 0, run.output
+    summary = run.summary
+    assert (summary["env"], summary["model"]) == ("maniskill/PushCube-v1", "openvla_oft/nano")
+    assert summary["episodes"] == 24
+    assert summary["logprob_gap_max"] < 1e-4
+    assert all(line["rollout/return"] > 0 for line in run.metrics), "the dense reward is positive everywhere"
+    first, last = (np.asarray(Image.open(run.folder / "frames" / f"step_00000{n}.png")) for n in (1, 3))
+    assert first.std() > 20, "a picture of something"
+    assert (first != last).any()
+    steps = json.loads((run.folder / "checkpoints" / "latest" / "train_state.json").read_text())
+    assert steps["policy_version"] == 3
+
+
+def test_a_group_plays_one_initial_state_on_any_environment(tmp_path):
+    # Members are spread over two workers; a state that differed would end the run (GroupMixupError).
+    run = train(
+        tmp_path,
+        "env=maniskill",
+        "env.cameras=[]",
+        "env.task=PickCube-v1",
+        "env.max_episode_steps=16",
+        "env.reward_mode=dense",
+        "env.terminate_on_success=false",
+        "model=mlp",
+        "algo.groups_per_step=2",
+        "algo.num_steps=2",
+        "runtime.num_envs=4",
+        "runtime.num_workers=2",
+        "run.name=test",
+        ranks=0,
+    )
+    assert run.code == 0, run.output
+    assert run.summary["groups"] == 4
