@@ -43,7 +43,7 @@ from dvla.planes.slots import create_memory, layout_bytes, map_memory, slot_arra
 from dvla.planes.tickets import TicketBook
 from dvla.planes.weights import HostBuffers, Replica
 from dvla.runtime import checkpoint, run_folder
-from dvla.runtime.device import compute_threads, pin, unpin
+from dvla.runtime.device import compute_threads, finish_copies, pin, unpin
 from dvla.runtime.failure import describe, first_failure
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.lane_clock import LaneClock
@@ -277,6 +277,7 @@ def _run_lanes(
             tracer=tracer.for_lane("grpo"),
         )
         reporter.training_starts(clocks, param_dist.sync_seconds, manifest.num_bytes, policy_version)
+        finish_copies(world.device)  # the lanes have streams of their own
         try:
             if runtime.schedule is Schedule.serial:
                 _run_serial(grpo, param_dist, inference, sampling)

@@ -95,7 +95,7 @@ def test_a_decision_does_not_depend_on_its_batch() -> None:
     for i in range(8):
         alone = policy.act(part(obs, slice(i, i + 1)), keys[i : i + 1])
         assert torch.equal(alone.record["tokens"][0], together.record["tokens"][i])
-        torch.testing.assert_close(alone.logprobs[0], together.logprobs[i], atol=3e-6, rtol=0)
+        torch.testing.assert_close(alone.logprobs[0], together.logprobs[i], atol=1e-5, rtol=0)
 
 
 def test_a_decision_does_not_depend_on_the_other_tasks_of_the_run() -> None:
@@ -272,9 +272,22 @@ def test_stop_token_can_be_left_out() -> None:
     assert (logits_of(without, obs) - logits_of(with_stop, obs)).abs().max() > 1e-4
 
 
+def test_vision_features_come_from_the_second_to_last_blocks() -> None:
+    vision = make_policy().vision_backbone
+    images = make_obs(2).images[:, 0]
+    with torch.no_grad():
+        dino, siglip = (
+            tower(pixels, output_hidden_states=True).hidden_states[-2]
+            for tower, pixels in zip((vision.dino, vision.siglip), vision.preprocess(images), strict=True)
+        )
+        features = vision(images)
+    torch.testing.assert_close(features, torch.cat((dino[:, 5:], siglip), dim=-1), atol=1e-6, rtol=0)
+
+
 def test_action_slots_differ_by_position() -> None:
+    """Nothing but position tells them apart, so random weights must make something of it."""
     logits = logits_of(make_policy(), make_obs(1))[0]
-    assert torch.pdist(logits).min() > 1e-3
+    assert torch.pdist(logits).median() > 0.3 * logits.norm(dim=-1).mean()
 
 
 def test_images_of_another_size_are_resized() -> None:

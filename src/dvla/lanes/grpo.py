@@ -16,6 +16,7 @@ from dvla.planes.semaphore import StopFlag, Stopped, WaitTimeoutError, wait_any
 from dvla.planes.weights import Publication, learner_digest, shard_views, write_shards
 from dvla.rl.advantages import group_advantages, has_signal
 from dvla.rl.episodes import decision_weights, episode_returns
+from dvla.rl.losses import LossStats
 from dvla.runtime.device import use_own_stream
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class GrpoLane(Lane):
         self._max_dropped = self._algo.max_dropped_per_step // world.world_size
         self._finished: list[Group] = []
         self._held: list[Group] = []  # trained on, needed again by the batch's next epoch
+        self._gaps: list[Tensor] = []
         self._publications = 0
         self._has_stream = False
         self._saved_version = policy_version
@@ -123,7 +125,9 @@ class GrpoLane(Lane):
         if self.policy_version >= self._algo.num_steps:
             self._end("completed")
         begin = time.monotonic()
-        tally, parts, waited, frames = BatchTally(), [], 0.0, None
+        tally = BatchTally(loss=LossStats.zeros(self._learner.device))
+        parts: list[_Part] = []
+        waited, frames = 0.0, None
         for index in range(self._groups_per_batch):
             waiting = time.monotonic()
             group = self._next_group(tally)
@@ -147,6 +151,8 @@ class GrpoLane(Lane):
             self._free_slots(self._held.pop())
         if self.policy_version < self._algo.num_steps:  # nobody samples with the last one
             timings["time/publish_s"] = self._timed(self.publish)
+        tally.logprob_gap_max = max(map(float, self._gaps))
+        self._gaps.clear()
         tally.reduce(self._world.control_pg)
         timings["time/step_s"] = time.monotonic() - begin
         self.clock.count()
@@ -270,7 +276,7 @@ class GrpoLane(Lane):
             with self.tracer.span("gradient", size=len(part.slots)):
                 logprobs, stats, gap = self._learner.accumulate(batch, is_last=is_last_group and index == rounds - 1)
             tally.loss.add_(stats)
-            tally.logprob_gap_max = max(tally.logprob_gap_max, float(gap))
+            self._gaps.append(gap)  # read at the end of the batch: reading now would wait for the device
             if self._algo.update_epochs > 1 and part.prox_logprobs is None:
                 part.prox_logprobs = logprobs
 

@@ -44,7 +44,7 @@ class OpenVLAOFTConfig:
 
     smooth_action_head: bool = True
     """Random start only: the head's rows vary smoothly along the bin axis, so that neighbouring bins learn together."""
-    initial_logit_std: float = 0.5
+    initial_logit_std: float = 1.0
     """Random start only: spread of the action logits before temperature, > 0. Small means close to uniform."""
 
     def __post_init__(self) -> None:

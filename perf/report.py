@@ -1,0 +1,85 @@
+"""Draw RESULTS.md from the measurements in results/: run ``python perf/report.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+INTRODUCTION = """# Results
+
+Drawn by `python perf/report.py` from `perf/results/*.json`; each section names the command that measured it. Machines are
+noisy: compare ratios within one run, not seconds between runs. What is a property rather than a speed is a test; the last
+section says which test holds what.
+"""
+
+
+def number(value: Any) -> str:
+    """A value for a table."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+def table(head: list[str], rows: list[list[Any]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(number, row)) + " |" for row in rows]) + "\n"
+
+
+def section(title: str, name: str, head: dict[str, str], note: str = "") -> str:
+    """One measurement as a section: a row per row of its file, a column per key of `head`."""
+    path = HERE / "results" / f"{name}.json"
+    if not path.exists():
+        return f"\n## {title}\n\nNot measured yet: `python perf/{name}.py`.\n"
+    data = json.loads(path.read_text())
+    machine = data["machine"]
+    where = ", ".join(f"{key} {machine[key]}" for key in ("cpu", "cores", "memory_gib", "python", "date", "commit"))
+    rows = [[row.get(key) for key in head] for row in data["rows"]]
+    return f"\n## {title}\n\n`{data['command']}` ({where})\n\n{table(list(head.values()), rows)}{note}"
+
+
+def main() -> None:
+    """Write RESULTS.md."""
+    text = INTRODUCTION
+    text += section(
+        "Quickstart: OpenVLA-OFT nano in ManiSkill from pictures, random start, dense reward",
+        "quickstart",
+        {
+            "seed": "seed",
+            "policy_version": "optimiser steps",
+            "episodes": "episodes",
+            "return_first": "return, first 20 %",
+            "return_last": "return, last 20 %",
+            "wall_s": "training s",
+            "total_s": "with start-up s",
+            "env_steps_per_s_raw": "env steps/s",
+            "staleness_max": "staleness max",
+            "logprob_gap_max": "log-prob gap max",
+        },
+    )
+    text += section(
+        "Reach: GRPO from scratch, sparse reward, MLP; and the same with shuffled rewards",
+        "reach",
+        {
+            "name": "run",
+            "seed": "seed",
+            "success_first": "success, first 20 %",
+            "success_last": "success, last 20 %",
+            "episodes": "episodes",
+            "wall_s": "training s",
+            "total_s": "with start-up s",
+            "env_steps_per_s_raw": "env steps/s",
+        },
+    )
+    text += section("Serial against overlapped", "schedules", {"name": "name", "value": "median", "unit": "unit"})
+    text += section("Set-up and tests", "setup", {"name": "name", "value": "value", "unit": "unit", "note": "note"})
+    text += "\n" + (HERE / "properties.md").read_text()
+    (HERE / "RESULTS.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
