@@ -41,7 +41,11 @@ def train(*overrides: str, ranks: int = 2) -> dict:
 def machine() -> dict:
     """What this was measured on."""
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     commit = subprocess.run(

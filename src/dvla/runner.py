@@ -60,7 +60,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SWITCH_INTERVAL_S = 0.0005  # Python work of one lane holds up the tensor work of another ten times less than by default
+_SWITCH_INTERVAL_S = (
+    0.0005  # Python work of one lane holds up the tensor work of another ten times less than by default
+)
 _JOIN_S = 5.0  # how long a lane may take to notice that the run failed; it may sit in a collective with a dead rank
 
 
@@ -147,7 +149,9 @@ def _run_lanes(
 ) -> str:
     """Build everything, run the lanes until they end; `completed` or `stopped`."""
     runtime, algo = config.runtime, config.algo
-    reporter.phase(f"starting {runtime.num_envs} simulators of {config.env.name} in {runtime.num_workers} processes a rank")
+    reporter.phase(
+        f"starting {runtime.num_envs} simulators of {config.env.name} in {runtime.num_workers} processes a rank"
+    )
     pool = WorkerPool(
         config.env,
         num_envs=runtime.num_envs,
@@ -321,9 +325,7 @@ def _run_overlapped(lanes: list[Lane], meet: MeetingPoints, stop: StopFlag) -> N
         raise error
 
 
-def _run_serial(
-    grpo: GrpoLane, param_dist: ParamDistLane, inference: InferenceLane, sampling: SamplingLane
-) -> None:
+def _run_serial(grpo: GrpoLane, param_dist: ParamDistLane, inference: InferenceLane, sampling: SamplingLane) -> None:
     """Run the lanes in turn on this thread, each on everything there is, in a fixed order: reproducible to the bit."""
 
     def distribute() -> None:

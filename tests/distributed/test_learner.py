@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from batches import make_batch, make_policy, part_of, without_weight
+from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from batches import make_batch, make_policy, part_of, without_weight
 from dvla.config import AlgoConfig, RuntimeConfig
 from dvla.lanes.learner import Learner, learning_rate
 from dvla.rl.losses import LossSettings, policy_loss
-from ranks import run_ranks
 
 SIZE, STEPS = 12, 5
 ALGO = AlgoConfig(group_size=4, groups_per_step=4, lr=1e-4, max_grad_norm=0.2, weight_decay=0.01)

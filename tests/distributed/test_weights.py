@@ -5,8 +5,9 @@ import threading
 
 import pytest
 import torch
-
 from batches import make_batch, make_policy
+from ranks import run_ranks
+
 from dvla.config import AlgoConfig, RuntimeConfig
 from dvla.lanes.lane import ErrorBoard
 from dvla.lanes.learner import Learner
@@ -17,7 +18,6 @@ from dvla.planes.semaphore import StopFlag
 from dvla.planes.weights import HostBuffers, Publication, Replica, learner_digest, shard_views, write_shards
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.trace import Tracer
-from ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -130,7 +130,9 @@ def test_an_unknown_task_shows_what_is_close(tmp_path):
 def test_a_missing_simulator_package(tmp_path, monkeypatch):
     package = tmp_path / "fake" / "mani_skill"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'mani_skill'\", name='mani_skill')")
+    (package / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'mani_skill'\", name='mani_skill')"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{os.environ['PYTHONPATH']}")
     run = train(tmp_path, *QUICK, "env=maniskill", "model=openvla_oft_nano", ranks=0)
     assert run.code != 0

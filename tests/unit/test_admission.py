@@ -77,9 +77,7 @@ class Pipeline(RuleBasedStateMachine):
     Every step hypothesis takes is one event of one of the three; what it picks is the interleaving.
     """
 
-    @initialize(
-        max_staleness=st.integers(0, 3), groups_per_step=st.integers(1, 3), num_places=st.integers(1, 7)
-    )
+    @initialize(max_staleness=st.integers(0, 3), groups_per_step=st.integers(1, 3), num_places=st.integers(1, 7))
     def begin(self, max_staleness: int, groups_per_step: int, num_places: int) -> None:
         self.max_staleness = max_staleness
         self.groups_per_step = groups_per_step
@@ -214,9 +212,7 @@ def successors(state: State, rule: Rule, max_staleness: int, groups_per_step: in
     """All that can happen next, one event each."""
     version = max(100, max_staleness)  # far from the start of the run; any number does
     started = version * groups_per_step + state.in_batch + len(state.running) + len(state.finished)
-    if may_start(
-        started, 0, version - state.lag, max_staleness=max_staleness, groups_per_step=groups_per_step
-    ):
+    if may_start(started, 0, version - state.lag, max_staleness=max_staleness, groups_per_step=groups_per_step):
         yield replace(state, running=tuple(sorted((*state.running, state.lag))))
     for position, age in enumerate(state.running):
         rest = state.running[:position] + state.running[position + 1 :]

@@ -72,9 +72,7 @@ def test_scale(returns: list[float], scale: float) -> None:
     tensor = torch.tensor(returns)
     for by_std, factor in ((True, 1.0), (False, scale)):
         scaled = group_advantages(tensor * scale, normalize_by_std=by_std)
-        assert torch.allclose(
-            scaled, factor * group_advantages(tensor, normalize_by_std=by_std), rtol=1e-4, atol=1e-5
-        )
+        assert torch.allclose(scaled, factor * group_advantages(tensor, normalize_by_std=by_std), rtol=1e-4, atol=1e-5)
 
 
 @given(returns=_RETURNS)

@@ -23,9 +23,7 @@ def test_each_decision_weighs_the_same_without() -> None:
 
 def test_both_agree_on_the_longest_episode() -> None:
     lengths = torch.tensor([7])
-    plain, normalised = (
-        decision_weights(lengths, length_normalization=n, max_decisions=7) for n in (False, True)
-    )
+    plain, normalised = (decision_weights(lengths, length_normalization=n, max_decisions=7) for n in (False, True))
     assert torch.equal(plain, normalised)
 
 

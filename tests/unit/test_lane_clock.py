@@ -123,9 +123,7 @@ def test_after_the_stop_nothing_changes(clock: Clock) -> None:
 
 
 @given(
-    events=st.lists(
-        st.tuples(st.sampled_from(["busy", "waiting", "read", "count"]), st.integers(0, 9)), max_size=30
-    )
+    events=st.lists(st.tuples(st.sampled_from(["busy", "waiting", "read", "count"]), st.integers(0, 9)), max_size=30)
 )
 def test_deltas_add_up_to_the_total(events: list[tuple[str, int]]) -> None:
     clock = Clock()

@@ -65,8 +65,7 @@ def naive_loss(batch: dict[str, Tensor], settings: LossSettings) -> tuple[float,
         losses = []
         for term in terms:
             new, old, prox = (
-                sum(b[name][i][k][a] for k, a in term)
-                for name in ("logprobs", "behavior_logprobs", "prox_logprobs")
+                sum(b[name][i][k][a] for k, a in term) for name in ("logprobs", "behavior_logprobs", "prox_logprobs")
             )
             if settings.objective == "clip":
                 ratio, behavior_ratio, correction = math.exp(new - old), 1.0, 1.0
@@ -139,9 +138,7 @@ def test_unmoved_weights_give_the_policy_gradient(level: Any, objective: Any) ->
     }[level].clamp(min=1)
     expected = -(batch["advantages"] * batch["weights"] / num_terms)[:, None, None] * executed
     assert torch.allclose(gradient, expected, rtol=1e-12)
-    assert (
-        gradient[:, 0, 0].sign() == -(batch["advantages"] * executed[:, 0, 0] * batch["weights"]).sign()
-    ).all()
+    assert (gradient[:, 0, 0].sign() == -(batch["advantages"] * executed[:, 0, 0] * batch["weights"]).sign()).all()
 
 
 def one_term(
@@ -192,9 +189,7 @@ def test_dual_clip_by_hand() -> None:
     assert (loss, slope, metrics["train/dual_clip_frac"]) == pytest.approx((6.0, 0.0, 1.0))
     loss, slope, metrics = one_term(math.log(2.9), 0.0, 0.0, -2.0, dual_clip=3.0)  # not reached
     assert (loss, slope, metrics["train/dual_clip_frac"]) == pytest.approx((5.8, 5.8, 0.0))
-    assert (
-        one_term(far, 0.0, 0.0, 2.0, dual_clip=3.0)[2]["train/dual_clip_frac"] == 0.0
-    )  # good: the clip acts
+    assert one_term(far, 0.0, 0.0, 2.0, dual_clip=3.0)[2]["train/dual_clip_frac"] == 0.0  # good: the clip acts
 
 
 def test_decoupled_by_hand() -> None:
@@ -278,9 +273,7 @@ def test_unexecuted_steps_take_no_part_whatever_they_hold() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_logprobs_stay_finite(level: Any, objective: Any, dtype: torch.dtype) -> None:
     values = torch.tensor([-1e30, -1e4, -100.0, 0.0, 100.0, 1e4], dtype=dtype)
-    new, old, prox = (
-        grid.reshape(-1, 2, 3) for grid in torch.meshgrid(values, values, values, indexing="ij")
-    )
+    new, old, prox = (grid.reshape(-1, 2, 3) for grid in torch.meshgrid(values, values, values, indexing="ij"))
     new = new.clone().requires_grad_()
     batch = len(new)
     loss, stats = policy_loss(
@@ -291,9 +284,7 @@ def test_extreme_logprobs_stay_finite(level: Any, objective: Any, dtype: torch.d
         advantages=torch.linspace(-3, 3, batch, dtype=dtype),
         weights=torch.ones(batch, dtype=dtype),
         action_mask=torch.ones(batch, 2, dtype=torch.bool),
-        settings=LossSettings(
-            logprob_type=level, objective=objective, dual_clip=None, behavior_ratio_cap=None
-        ),
+        settings=LossSettings(logprob_type=level, objective=objective, dual_clip=None, behavior_ratio_cap=None),
     )
     loss.backward()
     assert torch.isfinite(loss)

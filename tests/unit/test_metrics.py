@@ -32,9 +32,7 @@ def test_a_line_per_step(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_null(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as metrics:
-        metrics.write(
-            1, 0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": None, "e": 2, "f": torch.tensor(0.5)}
-        )
+        metrics.write(1, 0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": None, "e": 2, "f": torch.tensor(0.5)})
     (line,) = read_metrics(tmp_path / FILE_NAME)
     assert [line[key] for key in "abcdef"] == [None, None, None, None, 2, 0.5]
     assert "NaN" not in (tmp_path / FILE_NAME).read_text()
@@ -82,9 +80,7 @@ def test_tensorboard_shows_the_same(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         metrics.add_text("config", "seed: 0\nrun:\n  name: x")
         for version in (1, 2):
-            metrics.write(
-                version, 10 * version, {"train/loss": version / 2, "train/kl": None, "a/nan": math.nan}
-            )
+            metrics.write(version, 10 * version, {"train/loss": version / 2, "train/kl": None, "a/nan": math.nan})
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"train/loss", "rollout/env_steps"}

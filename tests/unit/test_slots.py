@@ -18,9 +18,7 @@ SPEC = EnvSpec(
 
 
 def make_layout(spec=SPEC):
-    return slot_layout(
-        spec, num_slots=4, max_decisions=3, num_action_chunks=4, record={"tokens": ((4, 2), "uint8")}
-    )
+    return slot_layout(spec, num_slots=4, max_decisions=3, num_action_chunks=4, record={"tokens": ((4, 2), "uint8")})
 
 
 def test_two_mappings_share_one_memory():

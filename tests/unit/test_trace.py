@@ -67,9 +67,7 @@ def test_the_file_is_trace_event_json(tmp_path: Path) -> None:
     assert all(event["pid"] == 1 for event in events)
     by_name = {(event["name"], event["tid"]): event.get("args") for event in events}
     assert by_name["process_name", 0] == {"name": "rank 1"}
-    order = {
-        by_name["thread_name", tid]["name"]: by_name["thread_sort_index", tid]["sort_index"] for tid in (0, 1)
-    }
+    order = {by_name["thread_name", tid]["name"]: by_name["thread_sort_index", tid]["sort_index"] for tid in (0, 1)}
     assert order["sampling"] < order["param_dist"]
 
 
@@ -183,9 +181,7 @@ def test_overlap_by_hand(a: list, b: list, expected: float) -> None:
     assert overlap_seconds(spans_of("a", a) + spans_of("b", b), "a", "b") == expected
 
 
-_INTERVALS = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda p: (p[0], p[0] + p[1])), max_size=8
-)
+_INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)
 
 
 @given(a=_INTERVALS, b=_INTERVALS)

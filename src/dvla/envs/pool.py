@@ -120,7 +120,9 @@ class WorkerPool:
         }
         for number in range(num_workers):
             self.workers.append(
-                Worker(number, order | {"title": f"{title}:w{number}"}, logs / f"{title.replace(':', '-')}-w{number}.log")
+                Worker(
+                    number, order | {"title": f"{title}:w{number}"}, logs / f"{title.replace(':', '-')}-w{number}.log"
+                )
             )
 
     def __enter__(self) -> Self:

@@ -59,9 +59,7 @@ class Episode:
             reward += step.reward
             if step.success:
                 slots["success"][slot] = 1
-            over = (
-                step.terminated or self._steps >= self._max_steps or (step.success and self._terminate_on_success)
-            )
+            over = step.terminated or self._steps >= self._max_steps or (step.success and self._terminate_on_success)
             if over:
                 break
         slots["executed_steps"][slot, decision] = executed

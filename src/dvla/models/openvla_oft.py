@@ -53,6 +53,11 @@ class OpenVLAOFT(nn.Module):
     against the action axis: token 255 is the lowest bin, tokens 0 and 1 are both the highest.
     """
 
+    prompt_ids: Tensor
+    position_ids: Tensor
+    key_mask: Tensor | None
+    bin_centers: Tensor
+
     def __init__(
         self,
         config: OpenVLAOFTConfig,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +80,8 @@ def _initialise_blocks(blocks: Sequence[nn.Module]) -> None:
                 _keep_scale(layer, 1 / math.sqrt(2 * len(blocks)) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0)
 
 
-def _keep_scale(layer: nn.Module, gain: float = 1.0) -> None:
-    """Draw the weights so that the output has `gain` times the scale of the input, and clear the bias."""
+def _keep_scale(layer: Any, gain: float = 1.0) -> None:
+    """Draw a linear or convolution layer: output of `gain` times the scale of the input, no bias."""
     layer.weight.normal_(std=gain / math.sqrt(layer.weight[0].numel()))
     if layer.bias is not None:
         layer.bias.zero_()

@@ -22,6 +22,9 @@ class FusedVisionBackbone(nn.Module):
     never computed.
     """
 
+    pixel_scale: Tensor
+    pixel_shift: Tensor
+
     def __init__(self, config: OpenVLAOFTConfig) -> None:
         super().__init__()
         self.image_size = config.image_size

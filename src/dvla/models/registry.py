@@ -95,8 +95,7 @@ _MODELS: dict[str, Callable[[], tuple[Callable[..., nn.Module], Mapping[str, Any
 def _known(name: str, preset: str, options: Mapping[str, Any]) -> tuple[Callable[..., nn.Module], Any]:
     """One of the models that come with D-VLA: its class and its sizes."""
     if name not in _MODELS:
-        allowed = ", ".join(_MODELS)
-        raise ConfigError(f"model.name: unknown model {name!r}; allowed: {allowed}, or package.module:Class")
+        raise ConfigError(f"model.name: unknown model {name!r}; allowed: {', '.join(_MODELS)}, or package.module:Class")
     build, presets = _MODELS[name]()
     if preset not in presets:
         raise ConfigError(f"model.preset: {name} has no preset {preset!r}; allowed: {', '.join(presets)}")

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 COMPUTE_DTYPE = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
-def shard_policy(
-    policy: Any, mesh: DeviceMesh, *, precision: Precision, reshard_after_forward: bool
-) -> Any:
+def shard_policy(policy: Any, mesh: DeviceMesh, *, precision: Precision, reshard_after_forward: bool) -> Any:
     """Shard `policy` in place over `mesh`; its parameters become DTensors.
 
     Args:

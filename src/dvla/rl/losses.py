@@ -69,9 +69,7 @@ class LossSettings:
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
         if self.logprob_type not in get_args(LogprobType):
-            raise ValueError(
-                f"logprob_type must be one of {get_args(LogprobType)}, not {self.logprob_type!r}"
-            )
+            raise ValueError(f"logprob_type must be one of {get_args(LogprobType)}, not {self.logprob_type!r}")
         if self.objective not in get_args(Objective):
             raise ValueError(f"objective must be one of {get_args(Objective)}, not {self.objective!r}")
         if not 0.0 <= self.clip_ratio_low <= 1.0:

@@ -72,9 +72,7 @@ def save(
             temporary.mkdir(parents=True)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     with _Together(group, f"checkpoint {final}"):
-        dcp_save(
-            {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary, process_group=group
-        )
+        dcp_save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary, process_group=group)
     with _Together(group, f"checkpoint {final}"):
         if is_first:
             (temporary / TRAIN_STATE).write_text(json.dumps(train_state))

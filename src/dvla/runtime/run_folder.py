@@ -28,7 +28,9 @@ def prepare(config: Config, *, resuming: bool) -> Path:
     try:
         if config.run.clean and folder.exists():
             if not (folder / "config.yaml").exists() and any(folder.iterdir()):
-                raise ConfigError(f"run.clean=true: {folder} does not look like a run (no config.yaml), not removing it")
+                raise ConfigError(
+                    f"run.clean=true: {folder} does not look like a run (no config.yaml), not removing it"
+                )
             shutil.rmtree(folder)
         if folder.exists() and any(folder.iterdir()) and not resuming:
             raise ConfigError(
@@ -57,9 +59,6 @@ def point_link(link: Path, target: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     temporary.replace(link)
-
-
-
 
 
 def _environment() -> dict[str, object]:

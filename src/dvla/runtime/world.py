@@ -60,9 +60,7 @@ def join_world(wanted: Device, timeout_s: float) -> World:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend(device), store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend(device), timeout=timeout, device_id=device if device.type == "cuda" else None
-        )
+        dist.init_process_group(backend(device), timeout=timeout, device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     # Every rank makes every group here, in this order: group creation is collective.
     control_pg = dist.new_group(backend="gloo", timeout=timeout)

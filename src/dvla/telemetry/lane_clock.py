@@ -131,9 +131,7 @@ class LaneClock:
         state = state.at(now)
         last, self._last = self._last, state
         wall_s, self._read_at = now - self._read_at, now
-        return LaneUse(
-            wall_s, state.busy_s - last.busy_s, state.wait_s - last.wait_s, state.items - last.items
-        )
+        return LaneUse(wall_s, state.busy_s - last.busy_s, state.wait_s - last.wait_s, state.items - last.items)
 
     def _now(self) -> float:
         return self._clock() if self._ended is None else self._ended

@@ -166,9 +166,7 @@ class LiveView:
     def _progress(self, pace: Pace, now: float, width: int) -> Text:
         left = Text.assemble(("step ", "dim"), (f"{pace.policy_version}/{pace.total_steps}", "bold"), "  ")
         share = pace.policy_version / max(1, pace.total_steps)
-        right = Text.assemble(
-            f"  {100 * share:3.0f} %", ("  eta ", "dim"), duration(pace.seconds_left(now)).rjust(5)
-        )
+        right = Text.assemble(f"  {100 * share:3.0f} %", ("  eta ", "dim"), duration(pace.seconds_left(now)).rjust(5))
         full, empty = bar(share, max(0, width - len(left) - len(right)))
         return Text.assemble(left, (full, "green"), (empty, "bright_black"), right)
 
@@ -192,8 +190,7 @@ def _rows(cells: list[_Cell], width: int) -> list[Text]:
     in_row = 1 if width < _NARROW else 2
     each = (width - _GAP * (in_row - 1)) // in_row
     return [
-        Text(" " * _GAP).join(cell.draw(each) for cell in cells[i : i + in_row])
-        for i in range(0, len(cells), in_row)
+        Text(" " * _GAP).join(cell.draw(each) for cell in cells[i : i + in_row]) for i in range(0, len(cells), in_row)
     ]
 
 

@@ -38,9 +38,7 @@ class _Span:
 
     __slots__ = ("_args", "_clock_ns", "_limit", "_name", "_start_ns", "_track")
 
-    def __init__(
-        self, track: _Track, limit: int, clock_ns: Callable[[], int], name: str, args: dict[str, Any]
-    ) -> None:
+    def __init__(self, track: _Track, limit: int, clock_ns: Callable[[], int], name: str, args: dict[str, Any]) -> None:
         self._track, self._limit, self._clock_ns, self._name, self._args = track, limit, clock_ns, name, args
 
     def note(self, **args: Any) -> None:
@@ -163,9 +161,7 @@ class Tracer:
             head = f',\n{{"ph":"X","pid":{self._rank},"tid":{number},"ts":'
             for name, start_ns, end_ns, args in events:
                 # Written by hand: a float of microseconds since 1970 would be rounded to a quarter of one.
-                timing = (
-                    f'{_microseconds(start_ns + self._to_epoch_ns)},"dur":{_microseconds(end_ns - start_ns)}'
-                )
+                timing = f'{_microseconds(start_ns + self._to_epoch_ns)},"dur":{_microseconds(end_ns - start_ns)}'
                 yield f'{head}{timing},"name":{json.dumps(name)},"args":{json.dumps(args, default=str)}}}'
         yield "\n]}\n"
 
@@ -200,11 +196,7 @@ class Span:
 def load_spans(path: Path) -> list[Span]:
     """Read the spans of a trace, in order of their start."""
     events = json.loads(path.read_text())["traceEvents"]
-    lanes = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["name"] == "thread_name"
-    }
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     spans = [
         Span(
             name=event["name"],
