@@ -7,6 +7,7 @@ import signal
 import psutil
 import pytest
 import yaml
+from metric_tags import documented
 
 from dvla.telemetry.summary import SUMMARY_KEYS
 from dvla.telemetry.trace import load_spans, overlap_seconds
@@ -55,6 +56,16 @@ def test_a_run_leaves_what_others_rely_on(overlapped):
     ]  # fmt: skip
     assert (overlapped.folder / "checkpoints" / "latest").readlink().name == "step_000012"
     assert yaml.safe_load((overlapped.folder / "config.yaml").read_text())["algo"]["num_steps"] == 12
+
+
+def test_every_metric_is_documented(overlapped):
+    patterns = documented()
+    unknown = [
+        tag
+        for tag in overlapped.metrics[0]
+        if tag not in {"policy_version", "env_steps"} and not any(pattern.fullmatch(tag) for pattern in patterns)
+    ]
+    assert unknown == []
 
 
 def test_four_lanes_of_every_rank_are_alive_together_and_overlap(overlapped):

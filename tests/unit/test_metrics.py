@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
 import torch
+from metric_tags import documented
 
 from dvla.rl.losses import LossStats
 from dvla.telemetry.metrics import FILE_NAME, MetricsWriter, read_metrics
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def write(folder: Path, versions: range, *, resume_at: int = 0) -> None:
@@ -86,12 +84,6 @@ def test_tensorboard_shows_the_same(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {"train/loss", "rollout/env_steps"}
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0)]
     assert events.Tags()["tensors"] == ["config/text_summary"]
-
-
-def documented() -> list[re.Pattern[str]]:
-    """Patterns of the tags in the document's tables; `<...>` stands for one part."""
-    tags = re.findall(r"^\| `([^`]+)`", DOCUMENT.read_text(), flags=re.MULTILINE)
-    return [re.compile(re.sub(r"<[^>]+>", "[^/]+", re.escape(tag).replace(r"\<", "<"))) for tag in tags]
 
 
 def test_tags_of_the_loss_are_documented() -> None:
