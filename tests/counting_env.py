@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import numpy as np
 
@@ -41,6 +42,8 @@ class CountingEnv:
 
     def step(self, action):
         assert action.dtype == np.float32
+        if self.fault == "slow":
+            time.sleep(0.02)
         if self.fault == "raise" and self.resets == 2:
             raise ValueError("the arm fell off")
         if self.fault == "die" and self.resets == 2:

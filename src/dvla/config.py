@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+MAX_ENVS_PER_WORKER = 256
+"""Orders and answers of more would not fit into a socket's buffer at once."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot work; the message names its key. All ranks find it alike, one of them says it."""
-
-
-class RankConfigError(ConfigError):
-    """A setting that cannot work on this very rank."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -270,7 +270,7 @@ class RuntimeConfig:
     """Seconds a lane waits for another before the run stops and says who waited for what."""
     setup_timeout_s: float = 600.0
     """Seconds for the simulators to start."""
-    collective_timeout_s: float = 600.0
+    collective_timeout_s: float = 3600.0
     """Seconds a collective may take before its group gives up."""
 
     def __post_init__(self) -> None:
@@ -280,6 +280,16 @@ class RuntimeConfig:
         _require(
             self.num_envs % self.num_workers == 0,
             f"runtime.num_envs={self.num_envs} must be a multiple of runtime.num_workers={self.num_workers}",
+        )
+        _require(
+            self.num_envs // self.num_workers <= MAX_ENVS_PER_WORKER,
+            f"runtime.num_envs={self.num_envs} are more than {MAX_ENVS_PER_WORKER} for each of the "
+            f"runtime.num_workers={self.num_workers} processes: raise runtime.num_workers",
+        )
+        _require(
+            self.collective_timeout_s > self.wait_timeout_s,
+            "runtime.collective_timeout_s must be above runtime.wait_timeout_s: a lane that waits for its own rank must "
+            "give up, and say for what, before the other ranks lose patience with it",
         )
         _require(self.max_wait_s >= 0, "runtime.max_wait_s must be at least 0")
         _require(

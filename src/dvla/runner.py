@@ -87,9 +87,10 @@ def run(config: Config, stop_request: StopRequest) -> int:
             outcome = _run_lanes(config, world, stop_request, reporter, logs, resume_from)
         reporter.finish(outcome, None)
     except BaseException as error:
-        rank, message = first_failure(logs, world.rank, describe(error))
         logger.error("the run failed", exc_info=error, extra={"file_only": True})
-        reporter.finish("failed", message if rank == world.rank else f"rank {rank}: {message}")
+        with contextlib.suppress(OSError):  # a full disk must not hide what happened first
+            rank, message = first_failure(logs, world.rank, describe(error))
+            reporter.finish("failed", message if rank == world.rank else f"rank {rank}: {message}")
         raise
     return 0
 
@@ -103,8 +104,9 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
     said: list[Any] = [None, None, None]
     if world.is_main:
         try:
-            root = config.run.folder / "checkpoints"
-            found = None if config.run.clean else checkpoint.find(config.resume, root)
+            found = checkpoint.find(config.resume, config.run.folder / "checkpoints")
+            if found and config.run.clean and found.resolve().is_relative_to(config.run.folder.resolve()):
+                raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
             logs = run_folder.prepare(config, resuming=config.resume != "none")
             said = [None, str(logs), str(found) if found else None]
         except ConfigError as error:
@@ -149,6 +151,7 @@ def _run_lanes(
 ) -> str:
     """Build everything, run the lanes until they end; `completed` or `stopped`."""
     runtime, algo = config.runtime, config.algo
+    checkpoints = config.run.folder / "checkpoints"
     reporter.phase(
         f"starting {runtime.num_envs} simulators of {config.env.name} in {runtime.num_workers} processes a rank"
     )
@@ -192,7 +195,7 @@ def _run_lanes(
             num_tasks=len(spec.instructions),
             num_batches=config.num_batches,
         )
-        policy_version = 0
+        policy_version, saved_version = 0, None
         if resume_from:
             reporter.phase(f"resuming from {resume_from}")
             checkpoint.load(resume_from, model=learner.model, optimizer=learner.optimizer, group=world.control_pg)
@@ -203,6 +206,10 @@ def _run_lanes(
                 batches_done=policy_version // algo.update_epochs,
             )
             reporter.restore(state["report"])
+            if resume_from.resolve().parent == checkpoints.resolve():
+                saved_version = policy_version
+            if world.is_main:
+                checkpoint.take_back(checkpoints, policy_version)
 
         stop = StopFlag()
         meet = MeetingPoints.create(
@@ -213,11 +220,11 @@ def _run_lanes(
         )
         slots = SlotTensors(data.arrays, world.device)
 
-        def save(version: int) -> None:
+        def save(version: int, next_group: int) -> None:
             next_groups: list[int] = [0] * world.world_size
-            dist.all_gather_object(next_groups, book.cursor(), group=world.control_pg)
+            dist.all_gather_object(next_groups, next_group, group=world.control_pg)
             checkpoint.save(
-                config.run.folder / "checkpoints",
+                checkpoints,
                 policy_version=version,
                 model=learner.model,
                 optimizer=learner.optimizer,
@@ -258,6 +265,7 @@ def _run_lanes(
         )
         param_dist = ParamDistLane(
             meet=meet,
+            stop=stop,
             manifest=manifest,
             weights_pg=world.weights_pg,
             clock=clocks["param_dist"],
@@ -275,6 +283,7 @@ def _run_lanes(
             stop=stop,
             stop_request=stop_request,
             policy_version=policy_version,
+            saved_version=saved_version,
             on_step=reporter.step,
             save=save,
             clock=clocks["grpo"],

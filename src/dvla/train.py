@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import hydra
 
-from dvla.config import ConfigError, RankConfigError, load, register
+from dvla.config import ConfigError, load, register
 from dvla.runtime.failure import describe, tell_torchrun
 from dvla.runtime.processes import die_with_parent, set_title
 from dvla.runtime.stop_request import StopRequest
@@ -47,8 +47,7 @@ def _run(composed: DictConfig, stop_request: StopRequest) -> int:
     except BaseException as error:
         message = str(error) if isinstance(error, ConfigError) else describe(error)
         tell_torchrun(message)
-        is_said_by_rank_0 = isinstance(error, ConfigError) and not isinstance(error, RankConfigError)
-        if rank == 0 or not is_said_by_rank_0:
+        if rank == 0 or not isinstance(error, ConfigError):  # a wrong setting is found by all ranks: one says it
             sys.stderr.write(f"dvla: rank {rank}: error: {message}\n")
         return 2 if isinstance(error, ConfigError) else 1
 

@@ -32,7 +32,7 @@ def send_versions(world, name, dtype, versions):
     stop = StopFlag()
     meet = MeetingPoints.create(num_envs=1, num_slots=8, stop=stop, timeout_s=60)
     lane = ParamDistLane(
-        meet=meet, manifest=manifest, weights_pg=world.weights_pg, clock=LaneClock(), tracer=Tracer(0, False)
+        meet=meet, stop=stop, manifest=manifest, weights_pg=world.weights_pg, clock=LaneClock(), tracer=Tracer(0, False)
     )
     errors = ErrorBoard(stop)
     thread = lane.start(errors)
@@ -82,7 +82,7 @@ def disagree(world):
     stop = StopFlag()
     meet = MeetingPoints.create(num_envs=1, num_slots=8, stop=stop, timeout_s=60)
     lane = ParamDistLane(
-        meet=meet, manifest=manifest, weights_pg=world.weights_pg, clock=LaneClock(), tracer=Tracer(0, False)
+        meet=meet, stop=stop, manifest=manifest, weights_pg=world.weights_pg, clock=LaneClock(), tracer=Tracer(0, False)
     )
     meet.published.put(Publication(4 + world.rank, 0, None))
     with pytest.raises(RuntimeError, match="versions 4 to 5"):

@@ -81,15 +81,19 @@ def train(root: Path, *overrides: str, ranks: int = 2, timeout_s: float = 200.0)
     return finish(start(root, *overrides, ranks=ranks), root, name, timeout_s)
 
 
-def wait_for_step(process: subprocess.Popen, folder: Path, version: int, timeout_s: float = 120) -> None:
-    """Wait until metrics.jsonl holds `version`."""
+def wait_for_file(process: subprocess.Popen, path: Path, lines: int = 0, timeout_s: float = 120) -> None:
+    """Wait until a file is there and has at least so many lines."""
     deadline = time.monotonic() + timeout_s
-    path = folder / "metrics.jsonl"
     while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and len(path.read_text().splitlines()) >= version:
+        if path.exists() and len(path.read_text().splitlines()) >= lines:
             return
         time.sleep(0.05)
     raise AssertionError(process.communicate(timeout=5)[0])
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, version: int) -> None:
+    """Wait until metrics.jsonl holds `version`."""
+    wait_for_file(process, folder / "metrics.jsonl", version)
 
 
 def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:

@@ -67,6 +67,16 @@ def test_a_folder_in_use_is_kept_unless_told_otherwise(tmp_path):
     assert third.code == 0, third.output
 
 
+def test_clean_never_removes_the_checkpoint_to_resume_from(tmp_path):
+    first = train(tmp_path, *QUICK, "algo.num_steps=1", ranks=0)
+    path = first.folder / "checkpoints" / "step_000001"
+    for resume in (path, "auto"):
+        run = train(tmp_path, *QUICK, "run.clean=true", f"resume={resume}", ranks=0)
+        assert run.code == 2
+        assert "run.clean=true" in error_lines(run)[0]
+    assert path.exists()
+
+
 def test_clean_never_removes_what_is_no_run(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "thesis.tex").write_text("important")

@@ -11,7 +11,7 @@ from metric_tags import documented
 
 from dvla.telemetry.summary import SUMMARY_KEYS
 from dvla.telemetry.trace import load_spans, overlap_seconds
-from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_step
+from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wait_for_step
 
 pytestmark = pytest.mark.e2e
 
@@ -171,8 +171,61 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path):
     second = train(tmp_path, *QUICK, "algo.num_steps=5", "resume=auto", ranks=0)
     assert second.code == 0, second.output
     assert [line["policy_version"] for line in second.metrics] == [1, 2, 3, 4, 5]
-    log = "".join(path.read_text() for path in (second.folder / "logs" / "attempt_2").glob("*.log"))
-    assert "step_000004 is torn" in log
+    assert "step_000004 is torn" in second.output
+
+
+def test_going_back_to_an_older_checkpoint_takes_back_the_newer_ones(tmp_path):
+    first = train(tmp_path, *QUICK, "run.checkpoint_every=1", "run.keep_checkpoints=4", ranks=0)
+    assert first.code == 0, first.output
+    checkpoints = first.folder / "checkpoints"
+    again = train(tmp_path, *QUICK, "algo.num_steps=2", f"resume={checkpoints / 'step_000001'}", ranks=0)
+    assert again.code == 0, again.output
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_000001", "step_000002"]
+    assert (checkpoints / "latest").readlink().name == "step_000002"
+    assert [line["policy_version"] for line in again.metrics] == [1, 2]
+
+
+def test_a_run_resumed_into_a_new_folder_has_a_checkpoint_of_its_own(tmp_path):
+    first = train(tmp_path, *QUICK, ranks=0)
+    more = train(
+        tmp_path, *QUICK, "run.name=other", f"resume={first.folder / 'checkpoints' / 'latest'}", ranks=0
+    )  # nothing is left to train
+    assert more.code == 0, more.output
+    assert (more.folder / "checkpoints" / "latest").readlink().name == "step_000004"
+
+
+@pytest.mark.parametrize("after", [0, 2], ids=["before the first step", "after two steps"])
+def test_a_serial_run_that_was_stopped_goes_on_to_the_bit(serial, tmp_path, after):
+    process = start(tmp_path, *SERIAL, ranks=0)
+    if after:
+        wait_for_step(process, tmp_path / "test", after)
+    else:
+        wait_for_file(process, tmp_path / "test" / "config.yaml")
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process, tmp_path)
+    assert stopped.code == 0, stopped.output
+    assert stopped.summary["exit"] == "stopped"
+    more = train(tmp_path, *SERIAL, "resume=auto", ranks=0)
+    assert more.code == 0, more.output
+    alone = train(tmp_path, *SERIAL, "run.name=alone", ranks=0)
+    assert without_times(more.metrics) == without_times(alone.metrics)
+
+
+def test_a_step_may_take_longer_than_a_wait(tmp_path):
+    run = train(
+        tmp_path,
+        *QUICK,
+        "env.name=counting_env:CountingEnv",
+        "+env.options.fault=slow",
+        "env.max_episode_steps=10",
+        "algo.groups_per_step=12",
+        "algo.filter_zero_signal=false",
+        "algo.num_steps=1",
+        "runtime.wait_timeout_s=4",
+        ranks=0,
+    )
+    assert run.code == 0, run.output
+    assert run.summary["wall_s"] > 5, "or it would prove nothing"
 
 
 def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dvla.config import ConfigError
-from dvla.runtime.checkpoint import COMPLETE, complete_checkpoints, fault_of, find
+from dvla.runtime.checkpoint import COMPLETE, complete_checkpoints, fault_of, find, take_back
 
 
 def make(root, version, data=b"12345"):
@@ -25,6 +25,16 @@ def test_the_newest_complete_one_is_found(tmp_path):
     assert find("none", tmp_path) is None
     assert find("auto", tmp_path / "elsewhere") is None
     assert find(str(tmp_path / "step_000010"), tmp_path).name == "step_000010"
+
+
+def test_going_back_takes_back_what_came_after(tmp_path):
+    for version in (10, 20, 30):
+        make(tmp_path, version)
+    (tmp_path / "step_000040.tmp").mkdir()
+    take_back(tmp_path, 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000010", "step_000020"]
+    assert (tmp_path / "latest").resolve().name == "step_000020"
+    take_back(tmp_path / "elsewhere", 20)
 
 
 @pytest.mark.parametrize(

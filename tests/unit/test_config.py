@@ -42,6 +42,8 @@ def test_every_config_file_composes_and_is_valid(path):
         ({"env": {"cameras": ["a"], "image_size": [0, 64]}}, "env.image_size=[0, 64]"),
         ({"env": {"cameras": ["a", "a"]}}, "env.cameras"),
         ({"runtime": {"num_envs": 5, "num_workers": 2}}, "runtime.num_envs=5 must be a multiple of"),
+        ({"runtime": {"num_envs": 257}}, "raise runtime.num_workers"),
+        ({"runtime": {"wait_timeout_s": 10, "collective_timeout_s": 10}}, "runtime.collective_timeout_s must be above"),
         ({"runtime": {"schedule": "serial"}}, "algo.max_staleness=0"),
         ({"runtime": {"num_slots": 3}}, "runtime.num_slots=3 cannot hold one group"),
         ({"run": {"name": "../x"}}, "run.name='../x'"),

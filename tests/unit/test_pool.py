@@ -134,6 +134,16 @@ def test_an_exception_in_the_simulator_comes_through_with_its_words(start, tmp_p
     assert "Traceback" in (tmp_path / "dvla-test-w0.log").read_text()
 
 
+def test_rewards_that_are_no_numbers_are_refused(start):
+    pool, slots = start()
+    pool.reset(0, 0, task=0, seed=1, ticket=0)
+    answers(pool, 1)
+    slots["actions"][0, 0] = (0.0, np.nan)
+    pool.act([(0, 0, 0)])
+    with pytest.raises(WorkerError, match="SimulationError: the rewards of a chunk add up to nan"):
+        answers(pool, 1)
+
+
 def test_a_killed_worker_is_named_with_its_signal(start):
     pool, _ = start(num_envs=2, num_workers=2)
     os.kill(pool.workers[1].pid, signal.SIGKILL)

@@ -58,5 +58,5 @@ def unpack(packet: bytes) -> tuple[list[Record], str]:
         record = Record(Kind(kind), *rest)
         records.append(record)
         if record.kind is Kind.failed:
-            return records, packet[start + RECORD_BYTES :].decode()
+            return records, packet[start + RECORD_BYTES :].decode(errors="replace")
     return records, ""

@@ -47,7 +47,8 @@ class Worker:
                 # One compute thread each: the defaults of several libraries take all cores for every worker.
                 env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             )
-        self.link.send(json.dumps(order).encode())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.link.send(json.dumps(order).encode())
 
     @property
     def pid(self) -> int:
@@ -158,7 +159,8 @@ class WorkerPool:
         """Hand the slot memory to all workers."""
         packet = json.dumps([astuple(field) for field in layout]).encode()
         for worker in self.workers:
-            socket.send_fds(worker.link, [packet], [descriptor])
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` will say who died, and how
+                socket.send_fds(worker.link, [packet], [descriptor])
 
     def reset(self, env: int, slot: int, *, task: int, seed: int, ticket: int) -> None:
         """Begin an episode on environment `env` of this rank."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import socket
 import sys
 import traceback
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dvla.envs.errors import SimulationError
 from dvla.envs.messages import MAX_PACKET, Kind, Record, unpack
 from dvla.envs.registry import environment_class
 from dvla.planes.slots import SlotField, layout_bytes, map_memory, slot_arrays
@@ -62,6 +64,8 @@ class Episode:
             over = step.terminated or self._steps >= self._max_steps or (step.success and self._terminate_on_success)
             if over:
                 break
+        if not math.isfinite(reward):
+            raise SimulationError(f"the rewards of a chunk add up to {reward}: look at the environment's step")
         slots["executed_steps"][slot, decision] = executed
         slots["rewards"][slot, decision] = reward
         slots["num_decisions"][slot] = decision + 1

@@ -87,8 +87,9 @@ class GrpoLane(Lane):
         stop: StopFlag,
         stop_request: StopFlag,
         policy_version: int,
+        saved_version: int | None,
         on_step: Callable[[StepReport], None],
-        save: Callable[[int], None],
+        save: Callable[[int, int], None],
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
@@ -98,13 +99,14 @@ class GrpoLane(Lane):
         self._slots, self._book, self._meet, self._stop = slots, book, meet, stop
         self._stop_request, self._on_step, self._save = stop_request, on_step, save
         self._groups_per_batch = config.groups_per_rank(world.world_size)
-        self._max_dropped = self._algo.max_dropped_per_step // world.world_size
+        self._max_dropped = -(-self._algo.max_dropped_per_step // world.world_size)
         self._finished: list[Group] = []
         self._held: list[Group] = []  # trained on, needed again by the batch's next epoch
         self._gaps: list[Tensor] = []
         self._publications = 0
         self._has_stream = False
-        self._saved_version = policy_version
+        self._cursor = book.cursor()  # as of the last version: groups begun since are lost with a stop, and begin anew
+        self._saved_version = saved_version
         self.policy_version = policy_version
         self.outcome: str | None = None
         """`completed` or `stopped` once the lane has ended by itself."""
@@ -154,12 +156,12 @@ class GrpoLane(Lane):
         tally.logprob_gap_max = max(map(float, self._gaps))
         self._gaps.clear()
         tally.reduce(self._world.control_pg)
+        self._cursor = self._book.cursor()
         timings["time/step_s"] = time.monotonic() - begin
         self.clock.count()
         self._on_step(StepReport(self.policy_version, tally, timings | metrics, frames))
-        if self.policy_version // self._config.run.checkpoint_every > self._saved_version // (
-            self._config.run.checkpoint_every
-        ):
+        every = self._config.run.checkpoint_every
+        if self.policy_version // every > (self.policy_version - self._algo.update_epochs) // every:
             self._checkpoint()
 
     def _finish_step(self) -> dict[str, float]:
@@ -299,11 +301,11 @@ class GrpoLane(Lane):
 
     def _checkpoint(self) -> None:
         with self.tracer.span("checkpoint", version=self.policy_version):
-            self._save(self.policy_version)
+            self._save(self.policy_version, self._cursor)
         self._saved_version = self.policy_version
 
     def _end(self, outcome: str) -> None:
-        if self._saved_version != self.policy_version or self.policy_version == 0:
+        if self._saved_version != self.policy_version:
             self._checkpoint()
         self.outcome = outcome
         raise Stopped

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from dvla.lanes.lane import Lane
-from dvla.planes.semaphore import Stopped
-from dvla.planes.weights import Arrival, WeightPlaneError
+from dvla.planes.semaphore import StopFlag, Stopped, wait_any
+from dvla.planes.weights import Arrival, Publication, WeightPlaneError
 
 if TYPE_CHECKING:
     from dvla.lanes.meeting_points import MeetingPoints
@@ -35,13 +35,14 @@ class ParamDistLane(Lane):
         self,
         *,
         meet: MeetingPoints,
+        stop: StopFlag,
         manifest: Manifest,
         weights_pg: dist.ProcessGroup,
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
         super().__init__(clock, tracer)
-        self._meet, self._manifest, self._group = meet, manifest, weights_pg
+        self._meet, self._stop, self._manifest, self._group = meet, stop, manifest, weights_pg
         self._first = True
         self.sync_seconds: list[float] = []
         """Published to arrived, of each version."""
@@ -49,7 +50,7 @@ class ParamDistLane(Lane):
     def step(self) -> None:
         """Distribute one version."""
         with self.clock.waiting():
-            publication = self._meet.published.get("the learner's next version")
+            publication = self._next_publication()
         if publication is None:
             raise Stopped
         begin = time.monotonic()
@@ -66,6 +67,14 @@ class ParamDistLane(Lane):
             if not self._first:
                 self._meet.host_free.release()
             self._first = False
+
+    def _next_publication(self) -> Publication | None:
+        """Wait for the learner. That takes as long as a step takes: idling is no fault, so there is no time limit."""
+        while not len(self._meet.published):
+            wait_any([self._stop, self._meet.published.semaphore], 60.0)
+            if self._stop.is_set():
+                raise Stopped
+        return self._meet.published.get()
 
     def _agree(self, version: int) -> None:
         """Wait for the other ranks of the weight group, and check that they mean the same transfer."""

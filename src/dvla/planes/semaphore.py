@@ -33,7 +33,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._set = threading.Event()
+        self._is_set = False  # a bare flag: it is set from signal handlers, where a lock could be held already
 
     def fileno(self) -> int:
         """Descriptor that is readable for ever once the flag is set."""
@@ -45,12 +45,12 @@ class StopFlag:
 
     def set(self) -> None:
         """Stop all waits, now and later."""
-        self._set.set()
+        self._is_set = True
         os.eventfd_write(self._fd, 1)  # never read, so it stays readable
 
     def is_set(self) -> bool:
         """Whether the run is stopping."""
-        return self._set.is_set()
+        return self._is_set
 
 
 class Semaphore:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +93,7 @@ def create_memory(name: str, num_bytes: int) -> int:
     Raises:
         MemoryError: The machine has too little memory for it.
     """
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = psutil.virtual_memory().available
     if num_bytes > available:
         raise MemoryError(
             f"{name} needs {num_bytes / 2**20:.0f} MiB of shared memory, {available / 2**20:.0f} MiB are free: lower "

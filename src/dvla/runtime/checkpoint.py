@@ -17,7 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -70,9 +75,8 @@ def save(
         if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
     with _Together(group, f"checkpoint {final}"):
-        dcp_save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary, process_group=group)
+        dcp_save(_state(model, optimizer, policy_version), checkpoint_id=temporary, process_group=group)
     with _Together(group, f"checkpoint {final}"):
         if is_first:
             (temporary / TRAIN_STATE).write_text(json.dumps(train_state))
@@ -84,18 +88,37 @@ def save(
             temporary.rename(final)
             point_link(root / "latest", final.name)
             _sync_to_disk(root)
-            for old in complete_checkpoints(root)[keep:]:
+            for old in [folder for folder in complete_checkpoints(root) if folder != final][keep - 1 :]:
                 shutil.rmtree(old)
     return final
 
 
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
     """Read a complete checkpoint into model and optimiser, whatever the number of ranks that wrote it."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    state = _state(model, optimizer, read_train_state(folder)["policy_version"])
     with _Together(group, f"checkpoint {folder}"):
         dcp_load(state, checkpoint_id=folder, process_group=group)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_model_state_dict(model, state["model"])
+    if "optimizer" in state:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, policy_version: int) -> dict[str, Any]:
+    """What a checkpoint of `policy_version` holds, to be saved or to be loaded into."""
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if policy_version > 0:  # before its first step the optimiser has no state; asking for it would make one, a step old
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def take_back(root: Path, policy_version: int) -> None:
+    """Remove checkpoints beyond the version a run goes on from, and remains of saves that were killed."""
+    for folder in root.glob("step_*"):
+        digits = folder.name.removeprefix("step_")
+        if folder.suffix == ".tmp" or (digits.isdigit() and int(digits) > policy_version):
+            shutil.rmtree(folder)
+    if root.exists() and step_folder(root, policy_version).exists():
+        point_link(root / "latest", step_folder(root, policy_version).name)
 
 
 def read_train_state(folder: Path) -> dict[str, Any]:

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dvla.config import Device, RankConfigError
+from dvla.config import ConfigError, Device
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-def choose_device(wanted: Device, local_rank: int) -> torch.device:
+def choose_device(wanted: Device, local_rank: int, local_world_size: int) -> torch.device:
     """The device of a rank; `auto` takes a GPU if there is one for it.
 
     Raises:
-        RankConfigError: A GPU is asked for that this rank cannot have.
+        ConfigError: A GPU is asked for that this rank cannot have.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is Device.cpu or (wanted is Device.auto and gpus == 0):
         return torch.device("cpu")
-    if local_rank >= gpus:
-        raise RankConfigError(
-            f"device={wanted.name}: local rank {local_rank} has no GPU of its own, this machine shows {gpus}: start at "
-            f"most {gpus} processes per node, or set device=cpu"
+    if local_world_size > gpus:  # every rank sees this, so that none waits for another that has left
+        raise ConfigError(
+            f"device={wanted.name}: {local_world_size} processes on this node, but it shows {gpus} GPUs: start one "
+            "process per GPU, or set device=cpu"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

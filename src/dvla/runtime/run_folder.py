@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -26,13 +27,16 @@ def prepare(config: Config, *, resuming: bool) -> Path:
     """
     folder = config.run.folder
     try:
-        if config.run.clean and folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _claim(folder)
+        if config.run.clean:
             if not (folder / "config.yaml").exists() and any(folder.iterdir()):
                 raise ConfigError(
                     f"run.clean=true: {folder} does not look like a run (no config.yaml), not removing it"
                 )
-            shutil.rmtree(folder)
-        if folder.exists() and any(folder.iterdir()) and not resuming:
+            for entry in folder.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if any(folder.iterdir()) and not resuming:
             raise ConfigError(
                 f"run folder {folder} is not empty: give another run.name, replace it with run.clean=true, or go on "
                 "with resume=auto"
@@ -51,6 +55,19 @@ def prepare(config: Config, *, resuming: bool) -> Path:
             "be written"
         ) from error
     return attempt_logs
+
+
+def _claim(folder: Path) -> None:
+    """Lock the folder for as long as this process lives.
+
+    Raises:
+        ConfigError: A live run has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)  # never closed: the lock lives with the process
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another run is writing to {folder}: wait for it, or give another run.name") from None
 
 
 def point_link(link: Path, target: str) -> None:

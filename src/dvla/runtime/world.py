@@ -54,7 +54,7 @@ def join_world(wanted: Device, timeout_s: float) -> World:
             f"placement.name=colocated runs on one node, but torchrun started {world_size} ranks of which "
             f"{local_world_size} are here: use --nnodes 1"
         )
-    device = choose_device(wanted, local_rank)
+    device = choose_device(wanted, local_rank, local_world_size)
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1 and "RANK" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]

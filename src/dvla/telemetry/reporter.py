@@ -107,7 +107,7 @@ class Reporter:
             self._totals[name] = max(self._totals[name], getattr(tally, name))
         values = tally.metrics()
         self._history.append((values["rollout/success_rate"] or 0.0, values["rollout/return"] or 0.0))
-        self._policy_version = report.policy_version
+        previous, self._policy_version = self._policy_version, report.policy_version
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         values |= report.values
@@ -123,7 +123,8 @@ class Reporter:
             values[f"lane/{name}/items_per_s"] = delta.items_per_s
         if self._metrics:
             self._metrics.write(report.policy_version, int(self._totals["env_steps"]), values)
-        is_milestone = len(self._history) == 1 or self._policy_version % self._config.run.checkpoint_every == 0
+        every = self._config.run.checkpoint_every
+        is_milestone = len(self._history) == 1 or report.policy_version // every > previous // every
         if report.frames is not None and is_milestone:
             save_film(self._folder / "frames" / f"step_{self._policy_version:06d}.png", report.frames)
         self._console.step({"policy_version": report.policy_version, **values})

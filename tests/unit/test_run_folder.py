@@ -1,0 +1,28 @@
+import json
+
+import pytest
+import yaml
+
+from dvla.config import Config, ConfigError, RunConfig, to_plain
+from dvla.runtime.run_folder import prepare
+
+
+def config_in(tmp_path, **changes):
+    return Config(run=RunConfig(root=str(tmp_path), name="test", **changes))
+
+
+def test_a_new_run_gets_its_folder(tmp_path):
+    config = config_in(tmp_path)
+    logs = prepare(config, resuming=False)
+    assert logs == tmp_path / "test" / "logs" / "attempt_1"
+    assert yaml.safe_load((tmp_path / "test" / "config.yaml").read_text()) == to_plain(config)
+    assert "torch" in json.loads((tmp_path / "test" / "env.json").read_text())["versions"]
+
+
+def test_one_folder_has_one_live_run(tmp_path):
+    prepare(config_in(tmp_path), resuming=False)
+    for changes, resuming in (({}, True), ({"clean": True}, False)):
+        with pytest.raises(
+            ConfigError, match=r"another run is writing to .*test: wait for it, or give another run\.name"
+        ):
+            prepare(config_in(tmp_path, **changes), resuming=resuming)
