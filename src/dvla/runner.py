@@ -102,9 +102,12 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
         ConfigError: It cannot be used; raised on every rank.
     """
     said: list[Any] = [None, None, None]
+    torn: dict[Path, str] = {}
     if world.is_main:
         try:
-            found = checkpoint.find(config.resume, config.run.folder / "checkpoints")
+            root = config.run.folder / "checkpoints"
+            torn = checkpoint.torn_checkpoints(root) if config.resume == "auto" else {}
+            found = checkpoint.find(config.resume, root)
             if found and config.run.clean and found.resolve().is_relative_to(config.run.folder.resolve()):
                 raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
             logs = run_folder.prepare(config, resuming=config.resume != "none")
@@ -116,6 +119,8 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
         raise ConfigError(said[0])
     logs = Path(said[1])
     set_up_logging(world.rank, logs)
+    for folder, fault in torn.items():
+        logger.warning("checkpoint %s is torn and passed over: %s", folder, fault)
     return logs, Path(said[2]) if said[2] else None
 
 

@@ -5,7 +5,14 @@ import json
 import pytest
 
 from dvla.config import ConfigError
-from dvla.runtime.checkpoint import COMPLETE, complete_checkpoints, fault_of, find, take_back
+from dvla.runtime.checkpoint import (
+    COMPLETE,
+    complete_checkpoints,
+    fault_of,
+    find,
+    take_back,
+    torn_checkpoints,
+)
 
 
 def make(root, version, data=b"12345"):
@@ -47,12 +54,12 @@ def test_going_back_takes_back_what_came_after(tmp_path):
         (lambda folder: (folder / "__0_0.distcp").write_bytes(b"123"), "has 3 bytes instead of 5"),
     ],
 )
-def test_a_torn_one_is_passed_over_and_its_fault_named(tmp_path, caplog, damage, words):
+def test_a_torn_one_is_passed_over_and_its_fault_named(tmp_path, damage, words):
     make(tmp_path, 10)
     torn = make(tmp_path, 20)
     damage(torn)
     assert words in fault_of(torn)
+    assert torn_checkpoints(tmp_path) == {torn: fault_of(torn)}
     assert find("auto", tmp_path).name == "step_000010"
-    assert words in caplog.text
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         find(str(torn), tmp_path)

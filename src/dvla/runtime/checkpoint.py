@@ -8,7 +8,6 @@ does not match it, is torn and passed over.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -28,8 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dvla.config import ConfigError
 from dvla.runtime.run_folder import point_link
-
-logger = logging.getLogger(__name__)
 
 COMPLETE = "COMPLETE.json"
 TRAIN_STATE = "train_state.json"
@@ -143,16 +140,19 @@ def fault_of(folder: Path) -> str | None:
     return None
 
 
+def _all_checkpoints(root: Path) -> list[Path]:
+    """Checkpoints below `root`, newest first, torn ones included."""
+    return sorted(root.glob("step_" + "[0-9]" * 6), reverse=True)
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints below `root`, newest first; torn ones are named in the log."""
-    found = []
-    for folder in sorted(root.glob("step_" + "[0-9]" * 6), reverse=True):
-        fault = fault_of(folder)
-        if fault is None:
-            found.append(folder)
-        else:
-            logger.warning("checkpoint %s is torn and not used: %s", folder, fault)
-    return found
+    """Complete checkpoints below `root`, newest first."""
+    return [folder for folder in _all_checkpoints(root) if fault_of(folder) is None]
+
+
+def torn_checkpoints(root: Path) -> dict[Path, str]:
+    """Torn checkpoints below `root`, with what is wrong with each."""
+    return {folder: fault for folder in _all_checkpoints(root) if (fault := fault_of(folder)) is not None}
 
 
 def find(resume: str, root: Path) -> Path | None:
