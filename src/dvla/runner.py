@@ -294,7 +294,14 @@ def _run_lanes(
             clock=clocks["grpo"],
             tracer=tracer.for_lane("grpo"),
         )
-        reporter.training_starts(clocks, param_dist.sync_seconds, manifest.num_bytes, policy_version)
+        reporter.training_starts(
+            clocks=clocks,
+            sync_seconds=param_dist.sync_seconds,
+            weight_bytes=manifest.num_bytes,
+            num_slots=config.slots_per_rank(world.world_size),
+            num_free_slots=lambda: len(meet.slots_free),
+            policy_version=policy_version,
+        )
         finish_copies(world.device)  # the lanes have streams of their own
         try:
             if runtime.schedule is Schedule.serial:

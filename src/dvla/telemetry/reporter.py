@@ -14,6 +14,7 @@ from dvla.telemetry.metrics import MetricsWriter
 from dvla.telemetry.summary import first_last_mean, write_summary
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from dvla.config import Config
@@ -51,6 +52,7 @@ class Reporter:
         self._clocks: dict[str, LaneClock] = {}
         self._sync_seconds: list[float] = []
         self._weight_bytes = 0
+        self._num_slots, self._num_free_slots = 0, lambda: 0
 
     def __enter__(self) -> Self:
         """Open the live view."""
@@ -77,10 +79,18 @@ class Reporter:
         return {"totals": self._totals, "history": self._history, "wall_s": self._wall_s()}
 
     def training_starts(
-        self, clocks: dict[str, LaneClock], sync_seconds: list[float], weight_bytes: int, policy_version: int
+        self,
+        *,
+        clocks: dict[str, LaneClock],
+        sync_seconds: list[float],
+        weight_bytes: int,
+        num_slots: int,
+        num_free_slots: Callable[[], int],
+        policy_version: int,
     ) -> None:
         """Set-up is over; the clock of the run starts."""
         self._clocks, self._sync_seconds, self._weight_bytes = clocks, sync_seconds, weight_bytes
+        self._num_slots, self._num_free_slots = num_slots, num_free_slots
         self._policy_version = policy_version
         self._begin = self._last = time.monotonic()
         for clock in clocks.values():
@@ -113,6 +123,8 @@ class Reporter:
         values |= report.values
         values["perf/env_steps_per_s"] = tally.env_steps / seconds
         values["perf/decisions_per_s"] = tally.decisions / seconds
+        values["plane/data/slots_used"] = self._num_slots - self._num_free_slots()
+        values["plane/data/slots_total"] = self._num_slots
         values["plane/weights/version_syncs"] = len(self._sync_seconds)
         if self._sync_seconds:
             values["plane/weights/sync_s"] = self._sync_seconds[-1]
