@@ -309,7 +309,7 @@ def _run_lanes(
             else:
                 _run_overlapped([sampling, inference, grpo, param_dist], meet, stop)
         finally:
-            reporter.training_ends()
+            reporter.training_ends(groups_lost=book.num_open())
             if config.telemetry.trace:
                 tracer.write(config.run.folder / "traces" / f"rank{world.rank:05d}.json")
             host.close()

@@ -46,6 +46,7 @@ def test_a_run_leaves_what_others_rely_on(overlapped):
     assert summary["policy_version"] == 12
     assert summary["episodes"] == 4 * summary["groups"]
     assert summary["groups"] - summary["groups_dropped"] == 4 * 12
+    assert summary["groups_lost"] == 0
     assert summary["env_steps_valid"] <= summary["groups"] * 4 * 32
     assert [line["policy_version"] for line in overlapped.metrics] == list(range(1, 13))
     assert next(iter(overlapped.metrics[0])) == "policy_version"

@@ -50,6 +50,7 @@ def test_admission_opens_with_the_version_and_with_drops():
     assert len(start_all(book, 1)) == 2
     book.drop(0)
     assert len(start_all(book, 1)) == 1
+    assert book.num_open() == 6
 
 
 def test_nothing_starts_that_no_batch_will_take():

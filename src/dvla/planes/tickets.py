@@ -125,6 +125,11 @@ class TicketBook:
         with self._lock:
             return self._next_group
 
+    def num_open(self) -> int:
+        """Groups that have begun and that no batch has taken: lost, if the run ends now."""
+        with self._lock:
+            return len(self._begun_at)
+
     def restore(self, *, next_group: int, batches_done: int) -> None:
         """Go on after a checkpoint: groups in flight then are lost, and count neither as started nor as dropped.
 

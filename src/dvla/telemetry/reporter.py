@@ -52,6 +52,7 @@ class Reporter:
         self._clocks: dict[str, LaneClock] = {}
         self._sync_seconds: list[float] = []
         self._weight_bytes = 0
+        self._groups_lost = 0
         self._num_slots, self._num_free_slots = 0, lambda: 0
 
     def __enter__(self) -> Self:
@@ -102,8 +103,9 @@ class Reporter:
             self._metrics.add_text("config", yaml.safe_dump(to_plain(self._config), sort_keys=False))
         self._console.training(policy_version)
 
-    def training_ends(self) -> None:
-        """The lanes have ended; what follows is no part of the throughput."""
+    def training_ends(self, *, groups_lost: int) -> None:
+        """The lanes have ended; what follows is no part of the throughput. `groups_lost` were in flight on this rank."""
+        self._groups_lost = groups_lost
         self._end = time.monotonic()
         for clock in self._clocks.values():
             clock.stop()
@@ -192,6 +194,7 @@ class Reporter:
                 name: {"busy_frac": total.busy_frac, "wait_s": total.wait_s, "items": total.items}
                 for name, total in ((name, clock.total()) for name, clock in self._clocks.items())
             },
+            "groups_lost": self._groups_lost,
             "return_first": return_first,
             "return_last": return_last,
         }
