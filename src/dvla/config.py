@@ -346,6 +346,11 @@ class Config:
         )
 
     @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.run.folder / "checkpoints"
+
+    @property
     def max_decisions(self) -> int:
         """Decisions of the longest episode (T)."""
         return -(-self.env.max_episode_steps // self.model.num_action_chunks)

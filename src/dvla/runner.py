@@ -53,6 +53,8 @@ from dvla.telemetry.reporter import Reporter
 from dvla.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
     from dvla.envs.protocol import EnvSpec
@@ -105,12 +107,12 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
     torn: dict[Path, str] = {}
     if world.is_main:
         try:
-            root = config.run.folder / "checkpoints"
-            torn = checkpoint.torn_checkpoints(root) if config.resume == "auto" else {}
-            found = checkpoint.find(config.resume, root)
-            if found and config.run.clean and found.resolve().is_relative_to(config.run.folder.resolve()):
+            torn = checkpoint.torn_checkpoints(config.checkpoints) if config.resume == "auto" else {}
+            found = checkpoint.find(config.resume, config.checkpoints)
+            is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
+            if is_own and config.run.clean:
                 raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
-            logs = run_folder.prepare(config, resuming=config.resume != "none")
+            logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
             said = [None, str(logs), str(found) if found else None]
         except ConfigError as error:
             said = [str(error), None, None]
@@ -156,7 +158,6 @@ def _run_lanes(
 ) -> str:
     """Build everything, run the lanes until they end; `completed` or `stopped`."""
     runtime, algo = config.runtime, config.algo
-    checkpoints = config.run.folder / "checkpoints"
     reporter.phase(
         f"starting {runtime.num_envs} simulators of {config.env.name} in {runtime.num_workers} processes a rank"
     )
@@ -190,31 +191,10 @@ def _run_lanes(
         learner = Learner(policy.to(world.device), world, algo, runtime)
         host = HostBuffers(manifest, world.weights_pg, world.device)
 
-        book = TicketBook(
-            seed=config.seed,
-            rank=world.rank,
-            world_size=world.world_size,
-            group_size=algo.group_size,
-            groups_per_batch=config.groups_per_rank(world.world_size),
-            max_staleness=algo.max_staleness,
-            num_tasks=len(spec.instructions),
-            num_batches=config.num_batches,
-        )
+        book = _make_book(config, world, num_tasks=len(spec.instructions))
         policy_version, saved_version = 0, None
         if resume_from:
-            reporter.phase(f"resuming from {resume_from}")
-            checkpoint.load(resume_from, model=learner.model, optimizer=learner.optimizer, group=world.control_pg)
-            state = checkpoint.read_train_state(resume_from)
-            policy_version = state["policy_version"]
-            book.restore(
-                next_group=_next_group(state["next_groups"], world),
-                batches_done=policy_version // algo.update_epochs,
-            )
-            reporter.restore(state["report"])
-            if resume_from.resolve().parent == checkpoints.resolve():
-                saved_version = policy_version
-            if world.is_main:
-                checkpoint.take_back(checkpoints, policy_version)
+            policy_version, saved_version = _resume(config, world, resume_from, learner, book, reporter)
 
         stop = StopFlag()
         meet = MeetingPoints.create(
@@ -224,19 +204,6 @@ def _run_lanes(
             timeout_s=runtime.wait_timeout_s,
         )
         slots = SlotTensors(data.arrays, world.device)
-
-        def save(version: int, next_group: int) -> None:
-            next_groups: list[int] = [0] * world.world_size
-            dist.all_gather_object(next_groups, next_group, group=world.control_pg)
-            checkpoint.save(
-                checkpoints,
-                policy_version=version,
-                model=learner.model,
-                optimizer=learner.optimizer,
-                train_state={"policy_version": version, "next_groups": next_groups, "report": reporter.state()},
-                keep=config.run.keep_checkpoints,
-                group=world.control_pg,
-            )
 
         tracer = Tracer(world.rank, config.telemetry.trace)
         clocks = {name: LaneClock() for name in LANES}
@@ -290,7 +257,7 @@ def _run_lanes(
             policy_version=policy_version,
             saved_version=saved_version,
             on_step=reporter.step,
-            save=save,
+            save=_saver(config, world, learner, reporter),
             clock=clocks["grpo"],
             tracer=tracer.for_lane("grpo"),
         )
@@ -316,6 +283,57 @@ def _run_lanes(
             unpin(data.memory, world.device)
         assert grpo.outcome is not None
         return grpo.outcome
+
+
+def _make_book(config: Config, world: World, *, num_tasks: int) -> TicketBook:
+    return TicketBook(
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.world_size,
+        group_size=config.algo.group_size,
+        groups_per_batch=config.groups_per_rank(world.world_size),
+        max_staleness=config.algo.max_staleness,
+        num_tasks=num_tasks,
+        num_batches=config.num_batches,
+    )
+
+
+def _resume(
+    config: Config, world: World, folder: Path, learner: Learner, book: TicketBook, reporter: Reporter
+) -> tuple[int, int | None]:
+    """Put learner, tickets and counts back to where the checkpoint in `folder` was taken.
+
+    Returns:
+        Its policy version, and the same again if this run has it as a checkpoint of its own, else None.
+    """
+    reporter.phase(f"resuming from {folder}")
+    checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, group=world.control_pg)
+    state = checkpoint.read_train_state(folder)
+    version: int = state["policy_version"]
+    book.restore(next_group=_next_group(state["next_groups"], world), batches_done=version // config.algo.update_epochs)
+    reporter.restore(state["report"])
+    if world.is_main:
+        checkpoint.take_back(config.checkpoints, version)
+    return version, version if folder.resolve().parent == config.checkpoints.resolve() else None
+
+
+def _saver(config: Config, world: World, learner: Learner, reporter: Reporter) -> Callable[[int, int], None]:
+    """What the grpo lane calls to save version `policy_version`, from which the rank goes on with `next_group`."""
+
+    def save(policy_version: int, next_group: int) -> None:
+        next_groups: list[int] = [0] * world.world_size
+        dist.all_gather_object(next_groups, next_group, group=world.control_pg)
+        checkpoint.save(
+            config.checkpoints,
+            policy_version=policy_version,
+            model=learner.model,
+            optimizer=learner.optimizer,
+            train_state={"policy_version": policy_version, "next_groups": next_groups, "report": reporter.state()},
+            keep=config.run.keep_checkpoints,
+            group=world.control_pg,
+        )
+
+    return save
 
 
 def _next_group(saved: list[int], world: World) -> int:

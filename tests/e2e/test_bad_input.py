@@ -77,6 +77,16 @@ def test_clean_never_removes_the_checkpoint_to_resume_from(tmp_path):
     assert path.exists()
 
 
+def test_resuming_elsewhere_does_not_touch_another_run(tmp_path):
+    first = train(tmp_path, *QUICK, "algo.num_steps=1", ranks=0)
+    other = train(tmp_path, *QUICK, "algo.num_steps=2", "run.name=other", ranks=0)
+    path = first.folder / "checkpoints" / "step_000001"
+    run = train(tmp_path, *QUICK, "run.name=other", f"resume={path}", ranks=0)
+    assert run.code == 2
+    assert "is not empty" in error_lines(run)[0]
+    assert (other.folder / "checkpoints" / "step_000002").exists()
+
+
 def test_clean_never_removes_what_is_no_run(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "thesis.tex").write_text("important")
