@@ -159,7 +159,8 @@ def _run_lanes(
     """Build everything, run the lanes until they end; `completed` or `stopped`."""
     runtime, algo = config.runtime, config.algo
     reporter.phase(
-        f"starting {runtime.num_envs} simulators of {config.env.name} in {runtime.num_workers} processes a rank"
+        f"starting simulators of {config.env.name}: {runtime.num_envs} a rank, "
+        f"in {runtime.num_workers} worker process{'es' * (runtime.num_workers > 1)}"
     )
     pool = WorkerPool(
         config.env,

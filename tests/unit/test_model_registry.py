@@ -102,7 +102,7 @@ def test_a_class_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert policy.layer.weight.shape == (3, 6)
     assert policy.layer.weight.dtype == torch.float32
     assert policy.preset == "any"
-    with pytest.raises(ValueError, match=r"model\.options: user_policy:Mine cannot be called .*'depth'"):
+    with pytest.raises(ValueError, match=r"model\.name: user_policy:Mine must take preset, spec.*'depth'"):
         build("user_policy:Mine", options={"depth": 3})
 
 

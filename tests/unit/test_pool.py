@@ -161,6 +161,7 @@ def test_a_simulator_that_cannot_be_built_says_so(start):
     [
         ({"name": "reech"}, "env.name='reech' is no environment, did you mean reach?"),
         ({"name": "counting_env:Nothing"}, "env.name='counting_env:Nothing' cannot be loaded"),
+        ({"name": "fractions:Fraction"}, "its constructor must take task, cameras"),
         ({"name": "counting_env:CountingEnv", "options": {"colour": 1}}, "env.options.colour is no option"),
         ({"name": "counting_env:CountingEnv", "options": {"task": 1}}, "env.options.task is no option"),
     ],

@@ -19,6 +19,23 @@ def test_a_new_run_gets_its_folder(tmp_path):
     assert "torch" in json.loads((tmp_path / "test" / "env.json").read_text())["versions"]
 
 
+@pytest.mark.parametrize(
+    ("entry", "is_kept"),
+    [("metrics.jsonl", True), ("checkpoints/step_000001/COMPLETE.json", True), ("logs/attempt_1/rank.log", False)],
+)
+def test_only_a_folder_without_results_is_used_again(tmp_path, entry, is_kept):
+    folder = tmp_path / "test"
+    path = folder / entry
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    (folder / "config.yaml").write_text("seed: 0")
+    if is_kept:
+        with pytest.raises(ConfigError, match="is not empty"):
+            prepare(config_in(tmp_path), resuming=False)
+    else:
+        assert prepare(config_in(tmp_path), resuming=False).name == "attempt_2"
+
+
 def test_one_folder_has_one_live_run(tmp_path):
     prepare(config_in(tmp_path), resuming=False)
     for changes, resuming in (({}, True), ({"clean": True}, False)):

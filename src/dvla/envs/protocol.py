@@ -48,7 +48,11 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One simulator playing one episode at a time."""
+    """One simulator playing one episode at a time.
+
+    It is made by ``MyEnv(task=…, cameras=(…), image_size=(height, width), max_episode_steps=…, reward_mode="sparse" or
+    "dense", **env.options)``, with the values of the same keys of the config.
+    """
 
     spec: EnvSpec
 

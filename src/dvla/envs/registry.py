@@ -58,4 +58,10 @@ def environment_arguments(config: EnvConfig) -> dict[str, Any]:
         if key not in parameters or key in arguments:
             own = sorted(set(parameters) - set(arguments))
             raise ConfigError(f"env.options.{key} is no option of {config.name} (it has: {', '.join(own) or 'none'})")
+    try:
+        inspect.signature(environment_class(config.name)).bind(**arguments, **config.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"env.name={config.name!r}: its constructor must take {', '.join(arguments)} and env.options ({error})"
+        ) from error
     return arguments | config.options

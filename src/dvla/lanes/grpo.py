@@ -144,7 +144,7 @@ class GrpoLane(Lane):
                 self._free_slots(group)
             elif group is not None:
                 self._held.append(group)
-        timings = {"time/wait_groups_s": waited}
+        timings = {"time/wait_groups_s": waited, "time/publish_s": 0.0}
         metrics = self._finish_step()
         for _ in range(1, self._algo.update_epochs):
             self._train(parts, self._agree(len(parts), stop=False, may_stop=False), tally, is_last_group=True)

@@ -47,7 +47,10 @@ class RecordField:
 
 
 class Policy(Protocol):
-    """A trainable policy; implementations are ``nn.Module``s."""
+    """A trainable policy; implementations are ``nn.Module``s.
+
+    One of your own is made by ``MyPolicy(preset=…, spec=EnvSpec, num_action_chunks=…, temperature=…, **model.options)``.
+    """
 
     record_spec: dict[str, RecordField]
 

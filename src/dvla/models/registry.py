@@ -135,7 +135,7 @@ def _custom(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any])
     try:
         inspect.signature(build).bind(**arguments, **options)
     except TypeError as error:
-        raise ConfigError(f"model.options: {name} cannot be called with these options: {error}") from error
+        raise ConfigError(f"model.name: {name} must take {', '.join(arguments)} and model.options ({error})") from error
     return build
 
 

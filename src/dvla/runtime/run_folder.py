@@ -36,7 +36,7 @@ def prepare(config: Config, *, resuming: bool) -> Path:
                 )
             for entry in folder.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        if any(folder.iterdir()) and not resuming:
+        if any(folder.iterdir()) and not resuming and not _is_failed_start(folder):
             raise ConfigError(
                 f"run folder {folder} is not empty: give another run.name, replace it with run.clean=true, or go on "
                 "with resume=auto"
@@ -55,6 +55,13 @@ def prepare(config: Config, *, resuming: bool) -> Path:
             "be written"
         ) from error
     return attempt_logs
+
+
+def _is_failed_start(folder: Path) -> bool:
+    """Whether an earlier run left nothing but its logs: it failed before its first step."""
+    metrics = folder / "metrics.jsonl"
+    has_results = (folder / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+    return (folder / "config.yaml").exists() and not has_results
 
 
 def _claim(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from dvla.lanes.grpo import StepReport
     from dvla.runtime.world import World
     from dvla.telemetry.lane_clock import LaneClock
+
+logger = logging.getLogger(__name__)
 
 _COUNTS = ("episodes", "groups", "groups_dropped", "env_steps", "decisions", "trained_decisions", "staleness_sum")
 _MAXIMA = ("staleness_max", "logprob_gap_max")
@@ -67,6 +70,7 @@ class Reporter:
 
     def phase(self, text: str) -> None:
         """Say what is being set up."""
+        logger.info("%s", text, extra={"file_only": True})
         self._console.phase(text)
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -148,6 +152,7 @@ class Reporter:
 
     def finish(self, outcome: str, error: str | None) -> None:
         """Write the summary and say how the run ended; rank 0."""
+        logger.info("%s at version %d", outcome, self._policy_version, extra={"file_only": True})
         if not self._world.is_main:
             return
         totals, wall_s = self._totals, self._wall_s()
