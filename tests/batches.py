@@ -24,7 +24,7 @@ SPEC = EnvSpec(
 
 def make_policy(name: str, seed: int = 0, temperature: float = 1.0) -> torch.nn.Module:
     """A fresh policy for `SPEC`."""
-    preset = {"mlp": "default", "openvla_oft": "nano"}[name]
+    preset = {"mlp": "default", "openvla_oft": "nano", "pi05": "nano"}[name]
     return build_policy(name, preset, {}, spec=SPEC, num_action_chunks=K, temperature=temperature, seed=seed)
 
 

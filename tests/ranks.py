@@ -20,7 +20,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _enter(answer: Connection, function: Callable, rank: int, world_size: int, port: int, arguments: tuple) -> None:
+def _enter(
+    answer: Connection, function: Callable, rank: int, world_size: int, port: int, replicate_size: int, arguments: tuple
+) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -37,7 +39,7 @@ def _enter(answer: Connection, function: Callable, rank: int, world_size: int, p
         from dvla.runtime.world import join_world
 
         torch.set_num_threads(1)
-        world = join_world(Device.cpu, 60.0)
+        world = join_world(Device.cpu, 60.0, replicate_size)
         answer.send((True, function(world, *arguments)))
         answer.recv()  # leave together: a rank that ends early breaks collectives of the others
     except BaseException:
@@ -45,7 +47,9 @@ def _enter(answer: Connection, function: Callable, rank: int, world_size: int, p
     os._exit(0)
 
 
-def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable, world_size: int, *arguments: Any, timeout_s: float = 120.0, replicate_size: int = 1
+) -> list[Any]:
     """Call ``function(world, *arguments)`` on `world_size` ranks; what each returned.
 
     Raises:
@@ -57,7 +61,9 @@ def run_ranks(function: Callable, world_size: int, *arguments: Any, timeout_s: f
     try:
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_enter, args=(theirs, function, rank, world_size, port, arguments))
+            process = context.Process(
+                target=_enter, args=(theirs, function, rank, world_size, port, replicate_size, arguments)
+            )
             process.start()
             theirs.close()
             processes.append(process)

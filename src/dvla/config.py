@@ -155,9 +155,23 @@ class ModelConfig:
     """The policy."""
 
     name: str = "mlp"
-    """`openvla_oft`, `mlp`, or `package.module:Class` for an own policy."""
+    """`openvla_oft`, `pi05`, `mlp`, or `package.module:Class` for an own policy."""
     preset: str = "default"
-    """A named set of sizes."""
+    """A named set of sizes, with random weights; not looked at with a checkpoint."""
+    checkpoint: str | None = None
+    """Folder of a pre-trained model: OpenVLA-OFT in Hugging Face layout, pi0.5 in openpi's or lerobot's."""
+    tokenizer: str | None = None
+    """Folder or SentencePiece file of the tokenizer, where the checkpoint's folder has none."""
+    unnorm_key: str | None = None
+    """Which of the checkpoint's statistics un-normalise actions; null takes the only ones there are."""
+    freeze: tuple[str, ...] = ()
+    """Parts that are not trained: `vision`, `projector` or `llm` of openvla_oft; `vision` or `vlm` of pi05."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank instead of the weights; 0 for none."""
+    lora_alpha: float | None = None
+    """Scale of the adapters, divided by the rank; null takes the rank."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Layers that get adapters, by the last part of their name."""
     num_action_chunks: int = 8
     """Control steps one decision covers (K)."""
     temperature: float = 1.0
@@ -169,6 +183,8 @@ class ModelConfig:
         """Check the fields."""
         _require(self.num_action_chunks >= 1, "model.num_action_chunks must be at least 1")
         _require(self.temperature > 0, "model.temperature must be above 0")
+        _require(self.lora_rank >= 0, "model.lora_rank must be at least 0")
+        _require(self.lora_alpha is None or self.lora_alpha > 0, "model.lora_alpha must be above 0, or null")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -260,6 +276,16 @@ class RuntimeConfig:
     max_wait_s: float = 0.002
     """Seconds an inference batch waits for more requests once it has one."""
     precision: Precision = Precision.fp32
+    activation_checkpointing: bool = False
+    """Compute the transformer layers a second time in the backward pass instead of keeping their activations."""
+    compile_inference: bool = False
+    """Compile the replica's transformer layers with torch.compile (minutes at the start)."""
+    compile_learner: bool = False
+    """Compile the learner's transformer layers."""
+    cuda_graphs: bool = False
+    """Replay inference as CUDA graphs, one per batch size; needs a GPU."""
+    replicate_size: int = 1
+    """Copies of the sharded learner (HSDP), usually one per node; gradients are averaged over them."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after every micro-batch (least memory) instead of once a step (least traffic)."""
     verify_weights: bool = False
@@ -275,7 +301,7 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        for key in ("num_envs", "num_workers", "max_batch"):
+        for key in ("num_envs", "num_workers", "max_batch", "replicate_size"):
             _require(getattr(self, key) >= 1, f"runtime.{key} must be at least 1")
         _require(
             self.num_envs % self.num_workers == 0,

@@ -12,12 +12,11 @@ One call of `run` is one rank of one run:
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from dvla.lanes.learner import Learner
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.param_dist import ParamDistLane
 from dvla.lanes.sampling import SamplingLane
-from dvla.models.registry import build_policy, check_model
+from dvla.models.policy_source import check_policy, prepare_policy
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
@@ -75,13 +74,15 @@ def run(config: Config, stop_request: StopRequest) -> int:
         The exit code of the process.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    world = join_world(config.device, config.runtime.collective_timeout_s)
+    world = join_world(config.device, config.runtime.collective_timeout_s, config.runtime.replicate_size)
     torch.set_num_threads(compute_threads(config.runtime.torch_threads, world.local_world_size))
+    if config.runtime.cuda_graphs and world.device.type != "cuda":
+        raise ConfigError("runtime.cuda_graphs needs a GPU: set it to false, or device=cuda")
     require_same(world, "configuration", config_hash(config))
     # What cannot work is refused before anything is written or started.
     config.slots_per_rank(world.world_size)
     environment_arguments(config.env)
-    check_model(config.model.name, config.model.preset, config.model.options)
+    check_policy(config.model, tuple(config.env.cameras))
     logs, resume_from = _open_run(config, world)
     reporter = Reporter(config, world, logs)
     try:
@@ -174,22 +175,22 @@ def _run_lanes(
         spec = pool.spec()
         require_same(world, "environment", repr(spec))
 
-        reporter.phase(f"building {config.model.name} ({config.model.preset})")
-        policy = build_policy(
-            config.model.name,
-            config.model.preset,
-            config.model.options,
-            spec=spec,
-            num_action_chunks=config.model.num_action_chunks,
-            temperature=config.model.temperature,
-            seed=config.seed,
-        )
+        origin = config.model.checkpoint or config.model.preset
+        reporter.phase(f"building {config.model.name} ({origin})")
+        source = prepare_policy(config.model, spec=spec, seed=config.seed)
+        policy = source.policy
         dtype = COMPUTE_DTYPE[runtime.precision]
         manifest = make_manifest(policy, dtype)
         require_same(world, "layout of the weights", str(manifest.digest()))
-        replica = Replica(copy.deepcopy(policy).to(world.device, dtype), manifest, world.device)
+        replica = Replica(source.replica(world.device, dtype), manifest, world.device)
+        if runtime.compile_inference:
+            from dvla.models.compute_options import compile_layers  # imports transformers, which not every model needs
+
+            compile_layers(replica.policy)
         data = _make_data_plane(config, world, spec, policy, pool)
-        learner = Learner(policy.to(world.device), world, algo, runtime)
+        if source.load is None:
+            policy = policy.to(world.device)
+        learner = Learner(policy, world, algo, runtime, frozen=source.frozen, load=source.load)
         host = HostBuffers(manifest, world.weights_pg, world.device)
 
         book = _make_book(config, world, num_tasks=len(spec.instructions))
@@ -233,6 +234,7 @@ def _run_lanes(
             max_batch=runtime.max_batch,
             max_wait_s=runtime.max_wait_s,
             verify_weights=runtime.verify_weights,
+            cuda_graphs=runtime.cuda_graphs,
             clock=clocks["inference"],
             tracer=tracer.for_lane("inference"),
         )
@@ -258,7 +260,7 @@ def _run_lanes(
             policy_version=policy_version,
             saved_version=saved_version,
             on_step=reporter.step,
-            save=_saver(config, world, learner, reporter),
+            save=_saver(config, world, spec, learner, reporter),
             clock=clocks["grpo"],
             tracer=tracer.for_lane("grpo"),
         )
@@ -318,7 +320,9 @@ def _resume(
     return version, version if folder.resolve().parent == config.checkpoints.resolve() else None
 
 
-def _saver(config: Config, world: World, learner: Learner, reporter: Reporter) -> Callable[[int, int], None]:
+def _saver(
+    config: Config, world: World, spec: EnvSpec, learner: Learner, reporter: Reporter
+) -> Callable[[int, int], None]:
     """What the grpo lane calls to save version `policy_version`, from which the rank goes on with `next_group`."""
 
     def save(policy_version: int, next_group: int) -> None:
@@ -329,7 +333,12 @@ def _saver(config: Config, world: World, learner: Learner, reporter: Reporter) -
             policy_version=policy_version,
             model=learner.model,
             optimizer=learner.optimizer,
-            train_state={"policy_version": policy_version, "next_groups": next_groups, "report": reporter.state()},
+            train_state={
+                "policy_version": policy_version,
+                "next_groups": next_groups,
+                "report": reporter.state(),
+                "env_spec": asdict(spec),
+            },
             keep=config.run.keep_checkpoints,
             group=world.control_pg,
         )

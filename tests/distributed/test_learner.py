@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from batches import make_batch, make_policy, part_of, without_weight
+from batches import SPEC, K, make_batch, make_policy, part_of, without_weight
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from dvla.config import AlgoConfig, RuntimeConfig
+from dvla.config import AlgoConfig, ModelConfig, RuntimeConfig
 from dvla.lanes.learner import Learner, learning_rate
+from dvla.models.policy_source import prepare_policy
 from dvla.rl.losses import LossSettings, policy_loss
 
 SIZE, STEPS = 12, 5
@@ -38,9 +39,10 @@ def reference(name):
     return norms, {n: p.detach() for n, p in policy.named_parameters()}
 
 
-def train(world, name, cuts, sync_every_micro_batch):
+def train(world, name, cuts, sync_every_micro_batch, **options):
     """The same five steps on this rank's share, cut into micro-batches as told; rank r gets rows r::R."""
-    learner = Learner(make_policy(name), world, ALGO, RuntimeConfig(sync_every_micro_batch=sync_every_micro_batch))
+    runtime = RuntimeConfig(sync_every_micro_batch=sync_every_micro_batch, **options)
+    learner = Learner(make_policy(name), world, ALGO, runtime)
     assert all(isinstance(p, DTensor) for p in learner.model.parameters() if p.requires_grad)
     assert learner.parameters().keys() == dict(make_policy(name).named_parameters()).keys()
     norms = []
@@ -72,7 +74,7 @@ CASES = {  # micro-batch sizes of each rank, and whether gradients are reduced a
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["mlp", "openvla_oft"])
+@pytest.mark.parametrize("name", ["mlp", "openvla_oft", "pi05"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_does_not_depend_on_ranks_or_cut(name, world_size):
     norms, parameters = reference(name)
@@ -82,6 +84,48 @@ def test_training_does_not_depend_on_ranks_or_cut(name, world_size):
             assert case_norms == pytest.approx(norms, rel=1e-5), case
             for key, value in parameters.items():
                 assert (case_parameters[key] - value).abs().max() <= 1e-6, (case, key)
+
+
+def train_in_replicas(world, name):
+    assert world.learner_mesh.mesh_dim_names == ("replicate", "shard")
+    return train(world, name, [[3, 3]] * world.world_size, False, activation_checkpointing=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["openvla_oft", "pi05"])
+def test_replicas_and_activation_checkpointing_change_nothing(name):
+    norms, parameters = reference(name)
+    for case_norms, case_parameters in run_ranks(train_in_replicas, 2, name, replicate_size=2):
+        assert case_norms == pytest.approx(norms, rel=1e-5)
+        for key, value in parameters.items():
+            assert (case_parameters[key] - value).abs().max() <= 1e-6, key
+
+
+def train_partly(world, model, spec):
+    """One step from a checkpoint-less source with frozen parts or adapters; what moved, and what the learner shards."""
+    source = prepare_policy(model, spec=spec, seed=0)
+    before = {name: parameter.detach().clone() for name, parameter in source.policy.named_parameters()}
+    learner = Learner(source.policy, world, ALGO, RuntimeConfig(), frozen=source.frozen)
+    batch = part_of(make_batch(make_policy(model.name), SIZE, 0), slice(world.rank, None, world.world_size))
+    learner.accumulate(batch, is_last=True)
+    learner.step(0)
+    full = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in learner.parameters().items()}
+    moved = {name for name in before if not torch.equal(before[name], full[name])}
+    return moved, {name for name, p in learner.parameters().items() if isinstance(p, DTensor)}
+
+
+@pytest.mark.distributed
+def test_only_what_is_trained_moves_and_frozen_parts_are_not_sharded():
+    frozen = ModelConfig(name="pi05", preset="nano", num_action_chunks=K, freeze=("vlm",))
+    adapted = ModelConfig(name="openvla_oft", preset="nano", num_action_chunks=K, lora_rank=4)
+    for moved, sharded in run_ranks(train_partly, 2, frozen, SPEC):
+        assert "expert_layers.0.self_attn.q_proj.weight" in moved
+        assert not any(name.startswith(("vision", "projector", "embed_tokens", "prefix")) for name in moved | sharded)
+        assert "action_in_proj.weight" in sharded
+    for moved, sharded in run_ranks(train_partly, 2, adapted, SPEC):
+        assert {".lora_A." in name or ".lora_B." in name for name in moved} == {True}
+        assert "language_model.model.layers.0.mlp.up_proj.lora_B.default.weight" in moved
+        assert "language_model.model.layers.0.self_attn.q_proj.base_layer.weight" in sharded
 
 
 def test_the_rate_warms_up_linearly_and_stays():

@@ -8,9 +8,9 @@ import psutil
 import pytest
 import yaml
 from metric_tags import documented
+from spans import load_spans, overlap_seconds
 
 from dvla.telemetry.summary import SUMMARY_KEYS
-from dvla.telemetry.trace import load_spans, overlap_seconds
 from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wait_for_step
 
 pytestmark = pytest.mark.e2e

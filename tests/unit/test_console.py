@@ -113,7 +113,6 @@ def test_disabled_shows_nothing() -> None:
         console.phase("x")
         console.training(0)
         console.step(values(1))
-        console.message("x")
         console.summary(SUMMARY, Path("runs/x"))
     assert file.getvalue() == ""
 
@@ -127,10 +126,10 @@ def test_live_panel_shows_the_run() -> None:
         for version in range(1, 26):
             clock.now += 2.0
             console.step(values(version, **{"plane/data/slots_used": 24, "plane/data/slots_total": 32}))
-        console.message("a [message] of one lane")
+        console.summary(SUMMARY, Path("runs/[x]"))
     text = file.getvalue()
     assert "building [the] policy" in text
-    assert "a [message] of one lane" in text
+    assert "results: runs/[x]" in text
     panel = "\n".join(last_panel(file))
     for piece in ("D-VLA nano", "step 25/100", "25 %", "eta  2:30", "0.500  ▅▅▅", "─  0:52  ─"):
         assert piece in panel, piece
@@ -196,7 +195,6 @@ def test_a_stream_that_goes_away_does_not_stop_the_run(error: Exception) -> None
         console.phase("x")
         console.training(0)
         console.step(values(1))
-        console.message("x")
         console.summary(SUMMARY, Path("x"))
 
 

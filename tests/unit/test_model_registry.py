@@ -64,7 +64,10 @@ def test_options_change_the_preset() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "gpt"}, r"model\.name: unknown model 'gpt'; allowed: mlp, openvla_oft, or package\.module:Class"),
+        (
+            {"name": "gpt"},
+            r"model\.name: unknown model 'gpt'; allowed: mlp, openvla_oft, pi05, or package\.module:Class",
+        ),
         ({"preset": "huge"}, r"model\.preset: mlp has no preset 'huge'; allowed: nano, default"),
         ({"options": {"depth": 3}}, r"model\.options\.depth: mlp has no such option; allowed: hidden_sizes, activ"),
         ({"options": {"hidden_sizes": 3}}, r"model\.options\.hidden_sizes: got 3, needs a value like \(64, 64\)"),

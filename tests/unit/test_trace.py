@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from spans import Span, load_spans, overlap_seconds
 
-from dvla.telemetry.trace import Span, Tracer, load_spans, merge_traces, overlap_seconds
+from dvla.telemetry.trace import Tracer
 
 
 class Ticks:
@@ -124,20 +125,17 @@ def test_lanes_that_share_a_thread(tmp_path: Path) -> None:
     assert sorted(lanes) == ["grpo", "main", "sampling", "sampling"]
 
 
-def test_merging_ranks_puts_them_on_one_axis(tmp_path: Path) -> None:
-    paths = []
+def test_ranks_share_one_axis(tmp_path: Path) -> None:
+    spans = []
     for rank, (clock_ns, epoch_ns) in enumerate([(10**9, 10**15), (7, 10**15 + 10**9 - 7)]):
         clock = Ticks(clock_ns)
         tracer = make(clock, rank, epoch_ns=epoch_ns)
         with tracer.span("work"):
             clock.now_ns += 1_000
-        paths.append(tmp_path / f"rank{rank:05d}.json")
-        tracer.write(paths[-1])
-    merge_traces(paths, tmp_path / "merged.json")
-    one, other = load_spans(tmp_path / "merged.json")
-    assert {one.rank, other.rank} == {0, 1}
-    assert one.start_s == other.start_s
-    assert set(json.loads((tmp_path / "merged.json").read_text())["otherData"]) == {"rank 0", "rank 1"}
+        tracer.write(tmp_path / f"rank{rank:05d}.json")
+        spans += load_spans(tmp_path / f"rank{rank:05d}.json")
+    assert [span.rank for span in spans] == [0, 1]
+    assert spans[0].start_s == spans[1].start_s
 
 
 def test_threads_record_side_by_side(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ class ManiSkillEnv:
             action_dim=sum(reach.size for _, _, reach in self._ranges),
             max_episode_steps=max_episode_steps or _own_step_limit(task),
             instructions=(instruction or INSTRUCTIONS[task],),
+            gripper_open=_gripper_open(self._simulator),
         )
 
     def reset(self, task: int, seed: int) -> bytes:
@@ -187,6 +188,12 @@ class ManiSkillEnv:
         if not np.isfinite(values).all():
             raise SimulationError(f"{self.spec.name}: the {what} is not finite; the simulation has diverged")
         return values
+
+
+def _gripper_open(simulator: Any) -> float | None:
+    """What opens the gripper, if the action's last element is one: in ManiSkill's controllers the upper end of its range."""
+    controllers = getattr(getattr(simulator.agent, "controller", None), "controllers", {})
+    return 1.0 if [*controllers][-1:] == ["gripper"] else None
 
 
 def _own_step_limit(task: str) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dvla.lanes.lane import Lane
+from dvla.models.cuda_graph import GraphedAct
 from dvla.planes.semaphore import Selectable, StopFlag, Stopped, wait_any
 from dvla.planes.weights import WeightPlaneError
 from dvla.rl.noise import decision_keys
@@ -49,6 +50,7 @@ class InferenceLane(Lane):
         max_batch: int,
         max_wait_s: float,
         verify_weights: bool,
+        cuda_graphs: bool,
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
@@ -56,6 +58,7 @@ class InferenceLane(Lane):
         self._replica, self._host, self._slots, self._pool, self._meet = replica, host, slots, pool, meet
         self._stop, self._device, self._seed = stop, device, seed
         self._max_batch, self._max_wait_s, self._verify_weights = max_batch, max_wait_s, verify_weights
+        self._act = GraphedAct(replica.policy) if cuda_graphs else replica.policy.act
         self._has_stream = False
 
     def step(self) -> None:
@@ -123,9 +126,7 @@ class InferenceLane(Lane):
             slots = torch.tensor([request.slot for request in batch])
             decisions = torch.tensor([request.decision for request in batch])
             keys = decision_keys(self._seed, self._slots.tensors["ticket"][slots], decisions)
-            decision = self._replica.policy.act(
-                self._slots.observation(slots, decisions), keys.to(self._device, non_blocking=True)
-            )
+            decision = self._act(self._slots.observation(slots, decisions), keys.to(self._device, non_blocking=True))
             self._slots.scatter("actions", slots, decisions, decision.actions)
             self._slots.scatter("logprobs", slots, decisions, decision.logprobs)
             for name, values in decision.record.items():

@@ -13,6 +13,8 @@ from dvla.models.sharding import shard_policy
 from dvla.rl.losses import LogprobType, LossSettings, LossStats, Objective, policy_loss
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor, nn
 
     from dvla.config import AlgoConfig, RuntimeConfig
@@ -49,18 +51,44 @@ class Learner:
     """Owns parameters, gradients and optimiser state of one rank.
 
     Args:
-        policy: The plain fp32 policy on the rank's device; it is sharded in place.
+        policy: The plain fp32 policy, on the rank's device or on ``meta``; it is sharded in place.
         world: Ranks and mesh.
         algo: Loss and optimiser settings.
-        runtime: Precision and gradient traffic.
+        runtime: Precision, gradient traffic, how to compute.
+        frozen: Names of modules that are frozen as a whole.
+        load: Fills the sharded policy with its weights; None when it has them.
     """
 
-    def __init__(self, policy: nn.Module, world: World, algo: AlgoConfig, runtime: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        world: World,
+        algo: AlgoConfig,
+        runtime: RuntimeConfig,
+        *,
+        frozen: Sequence[str] = (),
+        load: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         self._algo = algo
         self._sync_always = runtime.sync_every_micro_batch
+        if runtime.activation_checkpointing or runtime.compile_learner:
+            # Imports transformers, which not every model needs.
+            from dvla.models.compute_options import checkpoint_activations, compile_layers
+
+            if runtime.activation_checkpointing:
+                checkpoint_activations(policy)
+            if runtime.compile_learner:
+                compile_layers(policy)
         self.model = shard_policy(
-            policy, world.learner_mesh, precision=runtime.precision, reshard_after_forward=self._sync_always
+            policy,
+            world.learner_mesh,
+            precision=runtime.precision,
+            reshard_after_forward=self._sync_always,
+            frozen=frozen,
         )
+        if load is not None:
+            self.model.to_empty(device=world.device)
+            load(self.model)
         self.model.train()
         self.device = world.device
         self._trainable = [p for p in self.model.parameters() if p.requires_grad]

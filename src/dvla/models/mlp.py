@@ -83,11 +83,11 @@ class MLPPolicy(nn.Module):
         self.net = nn.Sequential(*layers, last)
         self.log_std = nn.Parameter(torch.full(shape, math.log(config.initial_std)))
 
-    def act(self, obs: Observation, keys: Tensor) -> Decision:
+    def act(self, obs: Observation, keys: Tensor, *, greedy: bool = False) -> Decision:
         """Sample one action chunk per observation, see `dvla.models.policy.Policy.act`."""
         with torch.no_grad():
             mean, log_std = self._gaussian(obs)
-            sample = mean + log_std.exp() * normal(keys, *log_std.shape)
+            sample = mean if greedy else mean + log_std.exp() * normal(keys, *log_std.shape)
             return Decision(
                 actions=sample.clamp(-1, 1),
                 logprobs=_log_density(sample, mean, log_std),

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from dvla.envs.protocol import EnvSpec
+from dvla.models.normalization import Statistics
 from dvla.models.openvla_oft_config import NUM_BINS, OpenVLAOFTConfig
 from dvla.models.openvla_oft_init import initialise_from_scratch
 from dvla.models.openvla_oft_vision import FusedVisionBackbone, ProprioProjector, VisionProjector
 from dvla.models.policy import Decision, Observation, RecordField
-from dvla.models.tokenizer import SPACE, build_tokenizer
+from dvla.models.precision import at_least_float32
+from dvla.models.tokenizer import TextTokenizer, build_tokenizer, text_tokenizer
 from dvla.rl.noise import uniform
 
 MIN_UNIT_PARAMETERS = 1_000_000
@@ -65,7 +67,8 @@ class OpenVLAOFT(nn.Module):
         spec: EnvSpec,
         num_action_chunks: int,
         temperature: float,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: TextTokenizer | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
         """Build the model with random weights.
 
@@ -75,6 +78,7 @@ class OpenVLAOFT(nn.Module):
             num_action_chunks: Control steps K of one decision.
             temperature: Divides the logits, in `act` and `forward` alike.
             tokenizer: A checkpoint's tokenizer; by default one is trained on the instructions.
+            statistics: A checkpoint's normalisation; by default actions and state are used as they are.
         """
         super().__init__()
         if not spec.cameras:
@@ -83,7 +87,17 @@ class OpenVLAOFT(nn.Module):
             raise ValueError(f"model.options.use_proprio: {spec.name} has no proprioceptive state")
         if temperature <= 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
-        self.config = config
+        if statistics is not None:
+            statistics.action.require_length(spec.action_dim, "the environment's actions")
+            if not statistics.action.mask[-1] and spec.gripper_open is None:
+                raise ValueError(f"model: the checkpoint commands a gripper, but {spec.name} has none")
+        if config.use_proprio and statistics is not None:
+            if statistics.state is None:
+                raise ValueError(f"model.unnorm_key: the statistics {statistics.key!r} are without proprio")
+            statistics.state.require_length(spec.state_dim, "the environment's state")
+        self.config, self.statistics = config, statistics
+        self._commands_gripper = statistics is not None and not statistics.action.mask[-1]
+        self._gripper_open = spec.gripper_open or 0.0
         self.temperature = temperature
         self.num_action_chunks = num_action_chunks
         self.action_dim = spec.action_dim
@@ -114,10 +128,11 @@ class OpenVLAOFT(nn.Module):
         initialise_from_scratch(self)
         if tokenizer is None:
             texts = [prompt_text(instruction) for instruction in spec.instructions]
-            tokenizer = build_tokenizer(texts, config.first_action_id)
+            tokenizer = text_tokenizer(build_tokenizer(texts, config.first_action_id))
         self._num_context = 1 + config.num_patches * len(spec.cameras) + config.use_proprio
+        self.tokenizer = tokenizer
         prompts = [_tokenize(tokenizer, instruction) for instruction in spec.instructions]
-        self.set_prompts(prompts, stop_id=tokenizer.eos_token_id)
+        self.set_prompts(prompts, stop_id=tokenizer.eos_id)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OpenVLAOFT:
         """Move or cast the weights; the constants stay float32, and are right even when the model comes from `meta`."""
@@ -162,11 +177,17 @@ class OpenVLAOFT(nn.Module):
         # Masked attention is slower, so tasks of equal length, and a single task, go without.
         self.register_buffer("key_mask", is_token[:, None, None, :] if is_padded else None, persistent=False)
 
+        self._action_bounds = self._state_bounds = None
+        if self.statistics is not None:
+            self._action_bounds = self.statistics.action.to(device)
+            if self.statistics.state is not None:
+                self._state_bounds = self.statistics.state.to(device)
+
         # 255 intervals lie between 256 edges; the token without an interval of its own shares its neighbour's.
         interval = (NUM_BINS - 1 - torch.arange(NUM_BINS, device=device)).clamp(max=NUM_BINS - 2)
         self.register_buffer("bin_centers", (2 * interval + 1) / (NUM_BINS - 1) - 1, persistent=False)
 
-    def act(self, obs: Observation, keys: Tensor) -> Decision:
+    def act(self, obs: Observation, keys: Tensor, *, greedy: bool = False) -> Decision:
         """Sample one action chunk per observation, see `dvla.models.policy.Policy.act`."""
         with torch.inference_mode():
             logprobs = self._bin_logprobs(obs)
@@ -174,12 +195,31 @@ class OpenVLAOFT(nn.Module):
         # entry, which is 1 but for rounding, keeps the target within the table.
         cdf = logprobs.exp().cumsum(-1)
         target = uniform(keys, *logprobs.shape[1:3]).unsqueeze(-1) * cdf[..., -1:]
-        tokens = torch.searchsorted(cdf, target)
+        tokens = logprobs.argmax(-1, keepdim=True) if greedy else torch.searchsorted(cdf, target)
         return Decision(
-            actions=self.bin_centers[tokens.squeeze(-1)],
+            actions=self.to_environment(self.bin_centers[tokens.squeeze(-1)]),
             logprobs=logprobs.gather(-1, tokens).squeeze(-1),
             record={"tokens": tokens.squeeze(-1).to(torch.uint8)},
         )
+
+    def tokenize_actions(self, actions: Tensor) -> Tensor:
+        """Tokens (…) int64 in 0 … 255 of normalised actions (…), which are clipped to [-1, 1]."""
+        edges = torch.from_numpy(np.linspace(-1.0, 1.0, NUM_BINS)).to(actions.device)
+        return NUM_BINS - torch.bucketize(actions.double().clamp(-1, 1), edges, right=True)
+
+    def to_environment(self, actions: Tensor) -> Tensor:
+        """Actions (B, K, A) in [-1, 1] as the environment takes them, from the model's, which are normalised.
+
+        The data sets these models are trained on give the gripper as 0 (closed) to 1 (open), without normalisation. It is
+        commanded to one of the two.
+        """
+        if self._action_bounds is None:
+            return actions
+        actions = self._action_bounds.unnormalize(actions)
+        if self._commands_gripper:
+            command = torch.where(actions[..., -1:] > 0.5, self._gripper_open, -self._gripper_open)
+            actions = torch.cat((actions[..., :-1], command), dim=-1)
+        return actions.clamp(-1, 1)
 
     def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of recorded tokens, see `dvla.models.policy.Policy.forward`."""
@@ -189,14 +229,19 @@ class OpenVLAOFT(nn.Module):
         return logprobs.gather(-1, tokens).sum(-1), -(logprobs.exp() * logprobs).sum(-1)
 
     def fsdp_units(self) -> list[nn.Module]:
-        """The large live blocks; the head stays with the root, because its weight is read in the root's forward."""
+        """The large live blocks, and the head."""
         candidates = [
             *self.vision_backbone.live_blocks,
             self.projector,
             self.language_model.model.embed_tokens,
             *self.language_model.model.layers,
+            self.language_model.lm_head,
         ]
         return [m for m in candidates if sum(p.numel() for p in m.parameters()) >= MIN_UNIT_PARAMETERS]
+
+    def freezable(self) -> dict[str, list[nn.Module]]:
+        """Parts that ``model.freeze`` can name."""
+        return {"vision": [self.vision_backbone], "projector": [self.projector], "llm": [self.language_model]}
 
     def embed(self, obs: Observation) -> Tensor:
         """Input of the language model: (B, S, llm_hidden_size), in the weights' dtype."""
@@ -207,12 +252,19 @@ class OpenVLAOFT(nn.Module):
         prompt_end = 1 + self._num_prompt
         parts = [text[:, :1], vision.view(batch, -1, width)]
         if self.proprio_projector is not None:
-            parts.append(self.proprio_projector(obs.state.to(text.dtype)).unsqueeze(1))
+            state = obs.state if self._state_bounds is None else self._state_bounds.normalize(obs.state).clamp(-1, 1)
+            parts.append(self.proprio_projector(state.to(text.dtype)).unsqueeze(1))
         parts += [text[:, 1:prompt_end], text.new_zeros(batch, self.num_tokens, width), text[:, prompt_end:]]
         return torch.cat(parts, dim=1)
 
     def action_logits(self, obs: Observation) -> Tensor:
         """Logits (B, K·A, 256) float32 of the action bins, before temperature."""
+        first = self.config.first_action_id
+        logits = self.language_model.lm_head(self.action_hidden_states(obs))
+        return at_least_float32(logits[..., first : first + NUM_BINS])
+
+    def action_hidden_states(self, obs: Observation) -> Tensor:
+        """What the head reads: (B, K·A, llm_hidden_size), after the final norm."""
         llm = self.language_model.model
         hidden = self.embed(obs)
         positions, mask = self.position_ids, self.key_mask
@@ -226,9 +278,7 @@ class OpenVLAOFT(nn.Module):
         for layer in llm.layers[:-1]:
             hidden = layer(hidden, **attention)
         rows = slice(self._first_row, self._first_row + self.num_tokens)
-        hidden = llm.norm(llm.layers[-1](hidden, rows, **attention))
-        first = self.config.first_action_id
-        return F.linear(hidden, self.language_model.lm_head.weight[first : first + NUM_BINS]).float()
+        return llm.norm(llm.layers[-1](hidden, rows, **attention))
 
     def _bin_logprobs(self, obs: Observation) -> Tensor:
         """Log-probabilities (B, K, A, 256) float32 of the action bins."""
@@ -236,8 +286,7 @@ class OpenVLAOFT(nn.Module):
         return logits.log_softmax(-1).view(-1, self.num_action_chunks, self.action_dim, NUM_BINS)
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]:
+def _tokenize(tokenizer: TextTokenizer, instruction: str) -> list[int]:
     """Token ids of a prompt, from BOS to the lone space."""
-    ids = [tokenizer.bos_token_id, *tokenizer.encode(prompt_text(instruction), add_special_tokens=False)]
-    space = tokenizer.convert_tokens_to_ids(SPACE)
-    return ids if ids[-1] == space else [*ids, space]
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt_text(instruction))]
+    return ids if ids[-1] == tokenizer.space_id else [*ids, tokenizer.space_id]

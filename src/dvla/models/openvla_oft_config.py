@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUM_BINS = 256
@@ -41,6 +42,12 @@ class OpenVLAOFTConfig:
     keep_stop_token: bool = True
     """End the sequence in ``</s>``, which all positions attend to. Published variants differ; a checkpoint needs the
     setting it was trained with."""
+
+    center_crop: bool = False
+    """Show the middle 90 % of each picture only, resized: what checkpoints trained with random crops expect."""
+    pixel_means: Sequence[Sequence[float]] = ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))
+    """Per tower (DINOv2, SigLIP) and channel, of intensities in [0, 1]; a checkpoint brings its own."""
+    pixel_stds: Sequence[Sequence[float]] = ((0.229, 0.224, 0.225), (0.5, 0.5, 0.5))
 
     smooth_action_head: bool = True
     """Random start only: the head's rows vary smoothly along the bin axis, so that neighbouring bins learn together."""

@@ -8,10 +8,9 @@ from torch.nn import functional as F
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel, SiglipVisionConfig, SiglipVisionModel
 
 from dvla.models.openvla_oft_config import OpenVLAOFTConfig
+from dvla.models.resize import center_crop, resize
 
 _NUM_REGISTERS = 4
-_MEANS = ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))  # DINOv2's (ImageNet), SigLIP's; of intensities in [0, 1]
-_STDS = ((0.229, 0.224, 0.225), (0.5, 0.5, 0.5))
 
 
 class FusedVisionBackbone(nn.Module):
@@ -22,12 +21,12 @@ class FusedVisionBackbone(nn.Module):
     never computed.
     """
 
-    pixel_scale: Tensor
-    pixel_shift: Tensor
+    pixel_means: Tensor
+    pixel_stds: Tensor
 
     def __init__(self, config: OpenVLAOFTConfig) -> None:
         super().__init__()
-        self.image_size = config.image_size
+        self.config = config
         self.dino = Dinov2WithRegistersModel(
             Dinov2WithRegistersConfig(
                 hidden_size=config.dino_hidden_size,
@@ -72,11 +71,10 @@ class FusedVisionBackbone(nn.Module):
     def reset_buffers(self) -> None:
         """Compute the constants anew, on the device of the weights: they are in no checkpoint."""
         device = self.dino.embeddings.cls_token.device
-        std = torch.tensor(_STDS, device=device)
-        # (tower, image, channel, height, width); the intensities come in 0..255
-        self.register_buffer("pixel_scale", (1 / (255 * std)).view(2, 1, 3, 1, 1), persistent=False)
-        shift = -torch.tensor(_MEANS, device=device) / std
-        self.register_buffer("pixel_shift", shift.view(2, 1, 3, 1, 1), persistent=False)
+        # (tower, image, channel, height, width)
+        for name in ("pixel_means", "pixel_stds"):
+            values = torch.tensor([list(tower) for tower in getattr(self.config, name)], device=device)
+            self.register_buffer(name, values.view(2, 1, 3, 1, 1), persistent=False)
         positions = torch.arange(self.siglip.embeddings.num_positions, device=device).expand(1, -1)
         self.siglip.embeddings.register_buffer("position_ids", positions, persistent=False)
 
@@ -89,13 +87,12 @@ class FusedVisionBackbone(nn.Module):
         Returns:
             (2, N, 3, image_size, image_size) float32: as DINOv2 expects it, as SigLIP does.
         """
-        pixels = images.permute(0, 3, 1, 2)
-        if pixels.shape[-2:] != (self.image_size, self.image_size):
-            size = (self.image_size, self.image_size)
-            pixels = F.interpolate(pixels.float(), size=size, mode="bicubic", align_corners=False, antialias=True)
-            # Bicubic overshoots, and the models were trained on pictures that were stored as bytes after resizing.
-            pixels = pixels.round().clamp(0, 255)
-        return torch.addcmul(self.pixel_shift, pixels.to(self.pixel_scale.dtype), self.pixel_scale)
+        pixels = resize(images, (self.config.image_size, self.config.image_size), "bicubic")
+        if self.config.center_crop:
+            pixels = center_crop(pixels)
+        pixels = pixels.permute(0, 3, 1, 2)
+        # In the order of the original: a fused multiply-add is off by a rounding, which the towers magnify a hundredfold.
+        return (pixels.to(self.pixel_means.dtype) / 255 - self.pixel_means) / self.pixel_stds
 
     def forward(self, images: Tensor) -> Tensor:
         """Features (N, patches, dino + siglip channels) of `images` (N, H, W, 3) uint8."""

@@ -50,17 +50,19 @@ class Policy(Protocol):
     """A trainable policy; implementations are ``nn.Module``s.
 
     One of your own is made by ``MyPolicy(preset=…, spec=EnvSpec, num_action_chunks=…, temperature=…, **model.options)``.
+    A method ``freezable() -> dict[str, list[nn.Module]]`` may name parts for ``model.freeze``.
     """
 
     record_spec: dict[str, RecordField]
 
-    def act(self, obs: Observation, keys: Tensor) -> Decision:
+    def act(self, obs: Observation, keys: Tensor, *, greedy: bool = False) -> Decision:
         """Choose one action chunk per observation.
 
         Args:
             obs: B observations.
             keys: (B,) int64 noise keys, see `dvla.rl.noise`: all randomness must come from them, so that a decision
                 does not depend on which others share its batch.
+            greedy: Choose the likeliest actions, for evaluation; log-probabilities and record mean nothing then.
         """
 
     def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def build_policy(
     """Build a policy on the CPU, in float32.
 
     Args:
-        name: ``openvla_oft``, ``mlp``, or ``package.module:Class`` for a class of the user's, which is called as
+        name: ``openvla_oft``, ``pi05``, ``mlp``, or ``package.module:Class`` for a class of the user's, which is called as
             ``Class(preset=..., spec=..., num_action_chunks=..., temperature=..., **options)``.
         preset: Name of a set of sizes; a user's class gets it as it is.
         options: Fields of the preset to change.
@@ -52,7 +52,7 @@ def build_policy(
         if ":" in name:
             policy = _build_custom(name, {"preset": preset, **sizes}, options)
         else:
-            build, config = _known(name, preset, options)
+            build, config = known_model(name, preset, options)
             try:
                 policy = build(config, **sizes)
             except ValueError as error:  # the sizes do not fit the environment
@@ -70,7 +70,7 @@ def check_model(name: str, preset: str, options: Mapping[str, Any]) -> None:
         sizes = dict.fromkeys(("preset", "spec", "num_action_chunks", "temperature"))
         _custom(name, sizes, options)
     else:
-        _known(name, preset, options)
+        known_model(name, preset, options)
 
 
 def _openvla_oft() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
@@ -86,13 +86,26 @@ def _mlp() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
     return MLPPolicy, PRESETS
 
 
+def _pi05() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
+    from dvla.models.pi05 import Pi05
+    from dvla.models.pi05_config import PRESETS
+
+    return Pi05, PRESETS
+
+
 _MODELS: dict[str, Callable[[], tuple[Callable[..., nn.Module], Mapping[str, Any]]]] = {
     "mlp": _mlp,
     "openvla_oft": _openvla_oft,
+    "pi05": _pi05,
 }
 
 
-def _known(name: str, preset: str, options: Mapping[str, Any]) -> tuple[Callable[..., nn.Module], Any]:
+def policy_class(name: str) -> Callable[..., nn.Module]:
+    """The class of one of the models that come with D-VLA."""
+    return _MODELS[name]()[0]
+
+
+def known_model(name: str, preset: str, options: Mapping[str, Any]) -> tuple[Callable[..., nn.Module], Any]:
     """One of the models that come with D-VLA: its class and its sizes."""
     if name not in _MODELS:
         raise ConfigError(f"model.name: unknown model {name!r}; allowed: {', '.join(_MODELS)}, or package.module:Class")

@@ -1,4 +1,4 @@
-"""A tokenizer trained on the run's own instructions, for models that start without a checkpoint.
+"""Tokenizers: a checkpoint's own, or one trained on the run's instructions for models that start without a checkpoint.
 
 A random-weight model has no vocabulary to be faithful to, and a run may have no network. So the vocabulary is learnt, in
 milliseconds, from the prompts themselves. It keeps the traits of Llama's tokenizer that the model relies on: the same
@@ -9,14 +9,86 @@ vocabulary, because unseen characters are spelt in bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
+import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from dvla.config import ConfigError
 
 SPACE = "▁"
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_SENTENCEPIECE_NAMES = ("tokenizer.model", "paligemma_tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """What the models need of a tokenizer, whichever library it comes from."""
+
+    encode: Callable[[str], list[int]]
+    """Token ids of a text, without special tokens."""
+    bos_id: int
+    eos_id: int
+    space_id: int
+    """Id of the lone "▁"."""
+    save: Callable[[Path], None] | None = None
+    """Write it to a folder; None when it is a file of a checkpoint anyway."""
+
+
+def load_tokenizer(key: str, path: Path) -> TextTokenizer:
+    """A tokenizer from a folder in Hugging Face layout, or from a SentencePiece file.
+
+    Args:
+        key: The config key that named `path`, for messages.
+        path: The file, or a folder with ``tokenizer.json`` or a ``.model`` file.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read.
+    """
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        found = [path / name for name in _SENTENCEPIECE_NAMES if (path / name).is_file()]
+        if not found:
+            raise ConfigError(
+                f"{key}={path}: no tokenizer there (looked for tokenizer.json, {', '.join(_SENTENCEPIECE_NAMES)}): set "
+                "model.tokenizer to its folder or SentencePiece file"
+            )
+        path = found[0]
+    try:
+        if path.is_dir():
+            return text_tokenizer(_from_folder(path))
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except Exception as error:  # the libraries raise bare Exceptions
+        raise ConfigError(f"{key}={path}: the tokenizer cannot be read: {error}") from error
+    return TextTokenizer(pieces.encode, pieces.bos_id(), pieces.eos_id(), pieces.piece_to_id(SPACE))
+
+
+def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder, whatever model its ``config.json`` says it belongs to."""
+    settings = folder / "tokenizer_config.json"
+    named = json.loads(settings.read_text()) if settings.is_file() else {}
+    specials = {}
+    for kind, default in (("unk_token", UNK), ("bos_token", BOS), ("eos_token", EOS)):
+        token = named.get(kind) or default
+        specials[kind] = token["content"] if isinstance(token, dict) else token
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **specials)
+    if missing := [token for token in specials.values() if token not in tokenizer.get_vocab()]:
+        raise ValueError(f"it has no token {', '.join(missing)}")
+    return tokenizer
+
+
+def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
+    """A tokenizer of `transformers` as the models see it."""
+    return TextTokenizer(
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        bos_id=tokenizer.bos_token_id,
+        eos_id=tokenizer.eos_token_id,
+        space_id=tokenizer.convert_tokens_to_ids(SPACE),
+        save=lambda folder: tokenizer.save_pretrained(folder) and None,
+    )
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from dvla.config import ConfigError
 from dvla.runtime.run_folder import point_link
 
+_TRAINABLE = StateDictOptions(ignore_frozen_params=True, strict=False)
 COMPLETE = "COMPLETE.json"
 TRAIN_STATE = "train_state.json"
 
@@ -95,14 +97,22 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, gr
     state = _state(model, optimizer, read_train_state(folder)["policy_version"])
     with _Together(group, f"checkpoint {folder}"):
         dcp_load(state, checkpoint_id=folder, process_group=group)
-    set_model_state_dict(model, state["model"])
+    set_model_state_dict(model, state["model"], options=_TRAINABLE)
     if "optimizer" in state:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
+def load_plain(folder: Path, model: nn.Module) -> None:
+    """Read the trained parameters of a complete checkpoint into a plain model, in one process without ranks."""
+    state = {"model": get_model_state_dict(model, options=_TRAINABLE)}
+    dcp_load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(model, state["model"], options=_TRAINABLE)
+
+
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, policy_version: int) -> dict[str, Any]:
     """What a checkpoint of `policy_version` holds, to be saved or to be loaded into."""
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    # What is frozen comes from where it came from: a checkpoint of the model, or the seed.
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_TRAINABLE)}
     if policy_version > 0:  # before its first step the optimiser has no state; asking for it would make one, a step old
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state

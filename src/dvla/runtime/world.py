@@ -28,7 +28,7 @@ class World:
     local_world_size: int
     device: torch.device
     learner_mesh: DeviceMesh
-    """One axis, ``shard``. Learner collectives; grpo lane."""
+    """Axes ``replicate`` and ``shard``, the first only with HSDP. Learner collectives; grpo lane."""
     control_pg: dist.ProcessGroup
     """gloo: agreements, metrics, checkpoints; the main thread during set-up, then the grpo lane."""
     weights_pg: dist.ProcessGroup
@@ -40,7 +40,7 @@ class World:
         return self.rank == 0
 
 
-def join_world(wanted: Device, timeout_s: float) -> World:
+def join_world(wanted: Device, timeout_s: float, replicate_size: int = 1) -> World:
     """Join the ranks torchrun started; alone, without torchrun, this is a world of one.
 
     Raises:
@@ -61,7 +61,13 @@ def join_world(wanted: Device, timeout_s: float) -> World:
         dist.init_process_group(backend(device), store=store, rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend(device), timeout=timeout, device_id=device if device.type == "cuda" else None)
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    if world_size % replicate_size:
+        raise ConfigError(f"runtime.replicate_size={replicate_size} does not divide the {world_size} ranks")
+    if replicate_size == 1:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    else:
+        sizes = (replicate_size, world_size // replicate_size)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     # Every rank makes every group here, in this order: group creation is collective.
     control_pg = dist.new_group(backend="gloo", timeout=timeout)
     weights_pg = dist.new_group(backend="gloo", timeout=timeout)

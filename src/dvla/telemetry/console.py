@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self, TextIO
 
 from dvla.telemetry.figures import duration, fixed, short
+from dvla.telemetry.live_view import LiveView, can_redraw
+from dvla.telemetry.pace import Pace
 from dvla.telemetry.plain_view import PlainView
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-    from typing import TextIO
-
-    from dvla.telemetry.live_view import LiveView
 
 logger = logging.getLogger(__name__)
 
@@ -44,63 +41,43 @@ class Console:
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file = sys.stdout if file is None else file
+        self._total_steps, self._clock = total_steps, clock
+        self._pace: Pace | None = None
         self._view: PlainView | LiveView | None = None
-        self._is_training = False
-        if not enabled:
-            return
-        with self._going_quiet():
-            if self._file.isatty():
-                from dvla.telemetry.live_view import LiveView, can_redraw
-
-                if can_redraw(self._file):
-                    self._view = LiveView(self._file, title, total_steps, clock)
-            self._view = self._view or PlainView(self._file, total_steps, clock)
+        if enabled:
+            with self._going_quiet():
+                file = file or sys.stdout
+                self._view = LiveView(file, title, clock) if can_redraw(file) else PlainView(file, clock)
 
     def phase(self, text: str) -> None:
         """Say what begins now, before or between optimiser steps."""
-        if self._view:
-            with self._going_quiet():
-                self._view.phase(text)
+        self._show(lambda view: view.phase(text))
 
-    def training(self, policy_version: int) -> None:
+    def training(self, policy_version: int) -> Pace:
         """Say that optimiser steps begin, with so many done before."""
-        self._is_training = True
-        if self._view:
-            with self._going_quiet():
-                self._view.training(policy_version)
+        self._pace = pace = Pace(self._total_steps, policy_version, self._clock())
+        self._show(lambda view: view.training(pace))
+        return pace
 
     def step(self, values: Mapping[str, Any]) -> None:
         """Show an optimiser step: `policy_version`, and values by metric tag."""
         version = int(values["policy_version"])
-        if not self._is_training:
-            self.training(version - 1)
-        if self._view:
-            with self._going_quiet():
-                self._view.step(version, values)
-
-    def message(self, text: str) -> None:
-        """Show a text."""
-        if self._view:
-            with self._going_quiet():
-                self._view.message(text)
+        pace = self._pace or self.training(version - 1)
+        pace.step(version, self._clock())
+        self._show(lambda view: view.step(pace, values))
 
     def summary(self, values: Mapping[str, Any], folder: Path) -> None:
-        """Say how the run ended, in a few lines; may come after `close`.
-
-        Args:
-            values: As in ``summary.json``.
-            folder: The run folder.
-        """
-        if self._view:
-            with self._going_quiet():
-                self._view.message(summary_text(values, folder))
+        """Say how the run ended, given what is in ``summary.json``; may come after `close`."""
+        self._show(lambda view: view.message(summary_text(values, folder)))
 
     def close(self) -> None:
         """Give the terminal back; closing twice does no harm."""
+        self._show(lambda view: view.close())
+
+    def _show(self, what: Callable[[PlainView | LiveView], None]) -> None:
         if self._view:
             with self._going_quiet():
-                self._view.close()
+                what(self._view)
 
     @contextmanager
     def _going_quiet(self) -> Iterator[None]:
@@ -125,16 +102,16 @@ def summary_text(values: Mapping[str, Any], folder: Path) -> str:
     ]
     if values["error"]:
         lines.append(f"error: {values['error']}")
-    changes = [
-        f"{label} {fixed(values.get(first), 3)} -> {fixed(values.get(last), 3)}"
+    ends = {
+        label: (values.get(first), values.get(last))
         for label, first, last in (
             ("success", "success_first", "success_last"),
             ("return", "return_first", "return_last"),
             ("evaluation", "eval_success_before", "eval_success_after"),
         )
-        if values.get(first) is not None and values.get(last) is not None
+    }
+    changes = [
+        f"{label} {fixed(pair[0], 3)} -> {fixed(pair[1], 3)}" for label, pair in ends.items() if None not in pair
     ]
-    if changes:
-        lines.append(", ".join(changes))
-    lines.append(f"results: {folder}")
-    return "\n".join(lines)
+    lines += [", ".join(changes)] if changes else []
+    return "\n".join([*lines, f"results: {folder}"])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 NOTHING = "-"
 """Stands where there is no number."""
 
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -42,26 +40,18 @@ def short(value: float | None) -> str:
         return f"{value:.3g}"
     if size < 99_999.5:
         return f"{value:.0f}"
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= unit * 0.9995:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:.3g}"
+    unit, name = next(pair for pair in _UNITS if size >= pair[0] * 0.9995)
+    return f"{value / unit:.3g}{name}"
 
 
 def sparkline(
-    values: Sequence[float | None],
-    width: int,
-    *,
-    low: float | None = None,
-    high: float | None = None,
+    values: Sequence[float | None], width: int, *, low: float | None = None, high: float | None = None
 ) -> str:
-    """Draw a curve in one line: the newest values on the right, at most `width` of them.
-
-    A longer history is averaged down to the width, so that the whole run stays in view.
+    """Draw a curve in one line: the newest values on the right, a long history averaged down to `width` characters.
 
     Args:
         values: In order of time; what is None or not finite is left out.
-        width: Characters.
+        width: Characters there are.
         low: Value of the lowest block; the smallest value if None.
         high: Value of the highest block; the largest value if None.
     """

@@ -7,22 +7,18 @@ sees half a change, and a wait that is still going on counts up to the moment of
 
 from __future__ import annotations
 
+import operator
 import time
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-class _Activity(Enum):
-    idle = auto()
-    busy = auto()
-    waiting = auto()
+_Activity = Literal["idle", "busy", "waiting"]
 
 
 class _State(NamedTuple):
+    """What counts so far, and what has been going on since when."""
+
     busy_s: float
     wait_s: float
     items: int
@@ -32,15 +28,14 @@ class _State(NamedTuple):
     def at(self, now: float, activity: _Activity | None = None) -> _State:
         """Count what has been going on up to `now`, when `activity` follows (None: the same goes on)."""
         busy_s, wait_s, items, before, since = self
-        if before is _Activity.busy:
+        if before == "busy":
             busy_s += now - since
-        elif before is _Activity.waiting:
+        elif before == "waiting":
             wait_s += now - since
         return _State(busy_s, wait_s, items, activity or before, now)
 
 
-@dataclass(frozen=True, slots=True)
-class LaneUse:
+class LaneUse(NamedTuple):
     """What a lane did in some stretch of time."""
 
     wall_s: float
@@ -71,10 +66,7 @@ class LaneClock:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._state = _State(0.0, 0.0, 0, _Activity.idle, clock())
-        self._begun = self._read_at = self._state.since
-        self._ended: float | None = None
-        self._last = self._state
+        self.start(busy=False)
 
     def start(self, *, busy: bool = True) -> None:
         """Begin to count, from zero.
@@ -83,34 +75,40 @@ class LaneClock:
             busy: A lane with a thread of its own is busy whenever it does not wait. Lanes that take turns on
                 one thread pass False, and say when it is their turn with `busy`.
         """
-        now = self._clock()
-        self._state = _State(0.0, 0.0, 0, _Activity.busy if busy else _Activity.idle, now)
-        self._begun = self._read_at = now
-        self._ended = None
-        self._last = self._state
+        self._begun = self._clock()
+        self._ended: float | None = None
+        self._state = _State(0.0, 0.0, 0, "busy" if busy else "idle", self._begun)
+        self._last = LaneUse(0.0, 0.0, 0.0, 0)  # as `delta` read it
 
     def stop(self) -> None:
         """End the count: what is read later says how it was now."""
-        self._switch(_Activity.idle)
+        self._switch("idle")
         self._ended = self._state.since
 
-    def _switch(self, activity: _Activity) -> _Activity:
-        before = self._state
-        self._state = before.at(self._clock(), activity)
-        return before.activity
-
-    def busy(self) -> _During:
+    def busy(self) -> AbstractContextManager[None]:
         """Count a ``with`` block as work, except for the waits inside it."""
-        return _During(self, _Activity.busy)
+        return self._during("busy")
 
-    def waiting(self) -> _During:
+    def waiting(self) -> AbstractContextManager[None]:
         """Count a ``with`` block as waiting, not as the work around it."""
-        return _During(self, _Activity.waiting)
+        return self._during("waiting")
+
+    @contextmanager
+    def _during(self, activity: _Activity) -> Iterator[None]:
+        before = self._state.activity
+        self._switch(activity)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, activity: _Activity) -> None:
+        self._state = self._state.at(self._clock(), activity)
 
     def add_wait(self, seconds: float) -> None:
         """Count a wait measured elsewhere that has just ended; the work around it is that much less."""
-        busy_s, wait_s, items, activity, since = self._state
-        self._state = _State(busy_s, wait_s + seconds, items, activity, since + seconds)
+        state = self._state
+        self._state = state._replace(wait_s=state.wait_s + seconds, since=state.since + seconds)
 
     def count(self, items: int = 1) -> None:
         """Count pieces of work done."""
@@ -120,33 +118,11 @@ class LaneClock:
     def total(self) -> LaneUse:
         """Read everything since `start`."""
         state = self._state  # before the time: the lane may move on in between
-        now = self._now()
-        state = state.at(now)
-        return LaneUse(now - self._begun, state.busy_s, state.wait_s, state.items)
+        state = state.at(self._clock() if self._ended is None else self._ended)
+        return LaneUse(state.since - self._begun, state.busy_s, state.wait_s, state.items)
 
     def delta(self) -> LaneUse:
         """Read what is new since the last call, or since `start`."""
-        state = self._state  # before the time: the lane may move on in between
-        now = self._now()
-        state = state.at(now)
-        last, self._last = self._last, state
-        wall_s, self._read_at = now - self._read_at, now
-        return LaneUse(wall_s, state.busy_s - last.busy_s, state.wait_s - last.wait_s, state.items - last.items)
-
-    def _now(self) -> float:
-        return self._clock() if self._ended is None else self._ended
-
-
-class _During:
-    """A ``with`` block of one activity; what went on before goes on after it."""
-
-    __slots__ = ("_activity", "_before", "_lane")
-
-    def __init__(self, lane: LaneClock, activity: _Activity) -> None:
-        self._lane, self._activity = lane, activity
-
-    def __enter__(self) -> None:
-        self._before = self._lane._switch(self._activity)
-
-    def __exit__(self, *_: object) -> None:
-        self._lane._switch(self._before)
+        last, now = self._last, self.total()
+        self._last = now
+        return LaneUse(*map(operator.sub, now, last))

@@ -8,29 +8,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TextIO
 
 from dvla.telemetry.lane_names import lane_of_thread
 
-if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import TextIO
 
-_PACKAGE = "dvla"
-_HANDLER_PREFIX = "dvla-"
-
-
-class LaneFormatter(logging.Formatter):
-    """Formats records of one rank, tracebacks included."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        self._rank = rank
-
+class _LaneFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
-        """Put the prefix before the message."""
-        lane = lane_of_thread(record.threadName or "?")
-        return f"{record.asctime} r{self._rank:02d} {lane} {record.levelname[0]} {record.message}"
+        record.lane = lane_of_thread(record.threadName or "?")
+        return super().formatMessage(record)
 
 
 class _CurrentStderr(logging.StreamHandler):
@@ -45,32 +32,30 @@ class _CurrentStderr(logging.StreamHandler):
         return sys.stderr
 
 
-def set_up_logging(rank: int, folder: Path, *, level: int = logging.INFO) -> None:
+def set_up_logging(rank: int, folder: Path) -> None:
     """Send the log of this process to where it belongs; calling again replaces what was set up before.
 
-    A record with ``extra={"file_only": True}`` is kept from the terminal. Our own loggers report from `level` on,
-    those of libraries from WARNING on, and Python's warnings are
-    logged.
+    A record with ``extra={"file_only": True}`` is kept from the terminal. Our own loggers report from INFO on,
+    those of libraries from WARNING on, and Python's warnings are logged.
 
     Args:
         rank: Global rank.
         folder: Folder of this attempt, e.g. ``runs/x/logs/attempt_1``.
-        level: Lowest level of our own loggers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank{rank:05d}.log", encoding="utf-8")]
     if rank == 0:
-        terminal = _CurrentStderr()
-        terminal.addFilter(lambda record: not getattr(record, "file_only", False))
-        handlers.append(terminal)
+        handlers.append(_CurrentStderr())
+        handlers[-1].addFilter(lambda record: not getattr(record, "file_only", False))
     root = logging.getLogger()
-    for old in [handler for handler in root.handlers if (handler.name or "").startswith(_HANDLER_PREFIX)]:
+    for old in [handler for handler in root.handlers if isinstance(handler.formatter, _LaneFormatter)]:
         root.removeHandler(old)
         old.close()
     for handler in handlers:
-        handler.name = _HANDLER_PREFIX + type(handler).__name__
-        handler.setFormatter(LaneFormatter(rank))
+        handler.setFormatter(
+            _LaneFormatter(f"%(asctime)s r{rank:02d} %(lane)s %(levelname).1s %(message)s", "%H:%M:%S")
+        )
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger(_PACKAGE).setLevel(level)
+    logging.getLogger("dvla").setLevel(logging.INFO)
     logging.captureWarnings(True)

@@ -1,26 +1,23 @@
 """Numbers of every optimiser step, for programs (``metrics.jsonl``) and people (TensorBoard); rank 0 only.
 
-The JSON Lines file is the one that tests and reports read. Every line is on the disk's doorstep once `write`
-returns: a killed run loses nothing but perhaps the tail of its last line. The tags are explained in
-``docs/metrics.md``.
+Every line is on the disk's doorstep once `write` returns: a killed run loses nothing but perhaps the tail of
+its last line. The tags are explained in ``docs/metrics.md``.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dvla.telemetry.atomic_file import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from torch.utils.tensorboard import SummaryWriter
 
 FILE_NAME = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tb"
 
 
 class MetricsWriter:
@@ -36,13 +33,15 @@ class MetricsWriter:
     def __init__(self, folder: Path, *, tensorboard: bool = True, resume_at: int = 0) -> None:
         path = folder / FILE_NAME
         folder.mkdir(parents=True, exist_ok=True)
-        _take_back(path, resume_at)
+        if path.exists():  # a line that was being written when the run was killed goes, too
+            kept = [line for line in read_metrics(path) if line["policy_version"] <= resume_at]
+            write_atomically(path, (json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", buffering=1, encoding="utf-8")  # a line goes to the system as it ends
         self._tensorboard: SummaryWriter | None = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_at + 1)
+            self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=resume_at + 1)
 
     def write(self, policy_version: int, env_steps: int, values: Mapping[str, float | None]) -> None:
         """Write one step.
@@ -52,14 +51,12 @@ class MetricsWriter:
             env_steps: Simulator control steps so far; the other x axis.
             values: By tag; what is None, NaN or infinite is null in the file and left out of TensorBoard.
         """
-        finite = {tag: value if _is_finite(value) else None for tag, value in values.items()}
-        line = {"policy_version": policy_version, "env_steps": env_steps, **finite}
-        self._file.write(json.dumps(line, allow_nan=False, default=float) + "\n")
+        finite = {tag: value for tag, value in values.items() if value is not None and math.isfinite(value)}
+        line = {"policy_version": policy_version, "env_steps": env_steps} | dict.fromkeys(values) | finite
+        self._file.write(json.dumps(line, default=float) + "\n")
         if self._tensorboard:
-            self._tensorboard.add_scalar("rollout/env_steps", env_steps, policy_version)
-            for tag, value in finite.items():
-                if value is not None:
-                    self._tensorboard.add_scalar(tag, float(value), policy_version)
+            for tag, value in {"rollout/env_steps": env_steps, **finite}.items():
+                self._tensorboard.add_scalar(tag, float(value), policy_version)
 
     def add_text(self, tag: str, text: str) -> None:
         """Show a text, verbatim, in TensorBoard."""
@@ -88,18 +85,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return lines
-
-
-def _take_back(path: Path, resume_at: int) -> None:
-    """Remove the lines beyond a version, and a line that was being written when the run was killed."""
-    if not path.exists():
-        return
-    before = path.read_text(encoding="utf-8")
-    kept = [line for line in read_metrics(path) if line["policy_version"] <= resume_at]
-    after = "".join(json.dumps(line) + "\n" for line in kept)
-    if after != before:
-        write_atomically(path, [after])
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

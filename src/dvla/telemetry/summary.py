@@ -5,51 +5,21 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from dvla.telemetry.atomic_file import write_atomically
 from dvla.telemetry.lane_names import LANES
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
 SUMMARY_KEYS = (
-    "run",
-    "exit",
-    "error",
-    "schedule",
-    "placement",
-    "device",
-    "world_size",
-    "nodes",
-    "model",
-    "env",
-    "policy_version",
-    "episodes",
-    "groups",
-    "groups_dropped",
-    "env_steps_raw",
-    "env_steps_valid",
-    "wall_s",
-    "env_steps_per_s_raw",
-    "env_steps_per_s_valid",
-    "decisions_per_s",
-    "success_first",
-    "success_last",
-    "return_first",
-    "return_last",
-    "eval_success_before",
-    "eval_success_after",
-    "staleness_mean",
-    "staleness_max",
-    "logprob_gap_max",
-    "weight_syncs",
-    "weight_bytes",
-    "weight_sync_s_mean",
-    "worker_restarts",
-    "cpu_efficiency",
-    "lanes",
+    *("run", "exit", "error", "schedule", "placement", "device", "world_size", "nodes", "model", "env"),
+    *("policy_version", "episodes", "groups", "groups_dropped", "env_steps_raw", "env_steps_valid"),
+    *("wall_s", "env_steps_per_s_raw", "env_steps_per_s_valid", "decisions_per_s"),
+    *("success_first", "success_last", "return_first", "return_last", "eval_success_before", "eval_success_after"),
+    *("staleness_mean", "staleness_max", "logprob_gap_max"),
+    *("weight_syncs", "weight_bytes", "weight_sync_s_mean"),
+    *("worker_restarts", "cpu_efficiency", "lanes"),
 )
 """Keys every summary has; null where something was not measured."""
 LANE_KEYS = ("busy_frac", "wait_s", "items")
@@ -78,7 +48,8 @@ def write_summary(path: Path, values: Mapping[str, Any]) -> None:
         raise ValueError(f"there are no lanes {', '.join(sorted(unknown))}")
     ordered = {key: values[key] for key in SUMMARY_KEYS} | dict(values)
     ordered["lanes"] = {lane: {key: (lanes.get(lane) or {}).get(key) for key in LANE_KEYS} for lane in LANES}
-    write_atomically(path, [json.dumps(_finite(ordered), indent=1, allow_nan=False) + "\n"])
+    finite = json.loads(json.dumps(ordered), parse_constant=lambda _: None)  # JSON has no word for the others
+    write_atomically(path, [json.dumps(finite, indent=1) + "\n"])
 
 
 def first_last_mean(values: Sequence[float], fraction: float = 0.2) -> tuple[float | None, float | None]:
@@ -92,12 +63,3 @@ def first_last_mean(values: Sequence[float], fraction: float = 0.2) -> tuple[flo
         return None, None
     count = max(1, math.ceil(len(values) * fraction - 1e-9))  # 0.2 * 15 is a little more than 3
     return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that JSON has no word for by None."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

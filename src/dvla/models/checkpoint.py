@@ -1,0 +1,178 @@
+"""A pre-trained checkpoint of one of the models, opened and understood before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from dvla.config import ConfigError, ModelConfig
+from dvla.envs.protocol import EnvSpec
+from dvla.models.checkpoint_files import CheckpointFiles
+from dvla.models.lora import canonical_name, initialise_new, is_new
+from dvla.models.normalization import Statistics, read_openvla_statistics, read_pi05_statistics
+from dvla.models.openvla_oft_config import OpenVLAOFTConfig
+from dvla.models.openvla_oft_weights import oft_weight_map, read_oft_config
+from dvla.models.pi05_config import Pi05Config
+from dvla.models.pi05_weights import pi05_weight_map, read_pi05_sizes
+from dvla.models.tokenizer import TextTokenizer, load_tokenizer
+from dvla.models.weight_map import WeightMap, check, fill_parameter, load_parameters
+
+NOISE_HEAD = "noise_head.safetensors"
+"""Where the noise head of Flow-Noise lies, which the originals do not have."""
+
+_Understood = tuple[OpenVLAOFTConfig | Pi05Config, WeightMap, Statistics | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a folder of weights says about its model."""
+
+    files: CheckpointFiles
+    config: OpenVLAOFTConfig | Pi05Config
+    weight_map: WeightMap
+    statistics: Statistics | None
+    tokenizer: TextTokenizer | None
+    """None where the caller did not want one."""
+
+    @property
+    def state_dim(self) -> int | None:
+        """Elements of the proprioceptive state it was trained with; None if nothing tells."""
+        projector = self.files.tensors.get("proprio_projector.fc1.weight")
+        if projector is not None:
+            return projector.shape[1]
+        return None if self.statistics is None or self.statistics.state is None else len(self.statistics.state.low)
+
+    def check(self, policy: nn.Module) -> None:
+        """Compare every tensor of the folder with the parameters of `policy`, which may be on ``meta``.
+
+        Raises:
+            ConfigError: Tensors are missing, unexpected or of another shape; lists them.
+        """
+        shapes = {canonical_name(n): tuple(p.shape) for n, p in policy.named_parameters() if not is_new(n)}
+        check(self.weight_map, shapes, self.files)
+
+    def load(self, policy: nn.Module, seed: int) -> None:
+        """Fill the parameters of `policy`, plain or sharded, on its device; new ones are drawn from `seed`."""
+        parameters = dict(policy.named_parameters())
+        old = {canonical_name(name): parameter for name, parameter in parameters.items() if not is_new(name)}
+        load_parameters(old, self.weight_map, self.files)
+        initialise_new(parameters, seed)
+        own = self.files.folder / NOISE_HEAD
+        if own.is_file():
+            for name, tensor in load_file(own).items():
+                if name in parameters:
+                    fill_parameter(parameters[name], tensor)
+
+
+def open_checkpoint(model: ModelConfig, *, with_tokenizer: bool = True) -> Checkpoint:
+    """Open ``model.checkpoint``; reads headers and small files, no weights.
+
+    Raises:
+        ConfigError: It cannot be used as ``model.name``; the message says why.
+    """
+    assert model.checkpoint is not None
+    folder = Path(model.checkpoint).expanduser()
+    openers = {"openvla_oft": _open_openvla_oft, "pi05": _open_pi05}
+    if model.name not in openers:
+        raise ConfigError(f"model.checkpoint: {model.name} cannot be loaded from one; {' and '.join(openers)} can")
+    files = CheckpointFiles(folder)
+    config, weight_map, statistics = openers[model.name](folder, files, dict(model.options), model.unnorm_key)
+    tokenizer = None
+    if with_tokenizer:
+        own = Path(model.tokenizer).expanduser() if model.tokenizer else folder
+        tokenizer = load_tokenizer("model.tokenizer" if model.tokenizer else "model.checkpoint", own)
+    return Checkpoint(files, config, weight_map, statistics, tokenizer)
+
+
+def build_from_checkpoint(build: Any, checkpoint: Checkpoint, spec: EnvSpec, model: ModelConfig) -> nn.Module:
+    """The policy of an opened checkpoint, without weights (on ``meta``).
+
+    Raises:
+        ConfigError: It does not fit the environment, or a tensor does not fit the model.
+    """
+    try:
+        with torch.device("meta"):
+            policy = build(
+                checkpoint.config,
+                spec=spec,
+                num_action_chunks=model.num_action_chunks,
+                temperature=model.temperature,
+                tokenizer=checkpoint.tokenizer,
+                statistics=checkpoint.statistics,
+            )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    checkpoint.check(policy)
+    return policy
+
+
+def _is_ours_and_unnormalised(config: dict[str, Any]) -> bool:
+    """Whether the weights were trained here from scratch, on actions and states as they are."""
+    return config.get("dvla", {}).get("normalized") is False
+
+
+def _open_openvla_oft(
+    folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None
+) -> _Understood:
+    projectors = sorted(folder.glob("proprio_projector*"))
+    if projectors:
+        files.add(projectors[-1], prefix="proprio_projector.")
+        options.setdefault("use_proprio", True)
+        if not options["use_proprio"]:
+            files.drop("proprio_projector.")
+    config = read_oft_config(folder, files, options)
+    if config.use_proprio and not projectors:
+        raise ConfigError(f"model.options.use_proprio: {folder} has no proprio_projector file")
+    statistics = None
+    if not _is_ours_and_unnormalised(files.read_json("config.json")):
+        statistics = read_openvla_statistics(folder, unnorm_key)
+    return config, oft_weight_map(config), statistics
+
+
+def _open_pi05(folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None) -> _Understood:
+    sizes: dict[str, Any] = read_pi05_sizes(files)
+    raw = files.read_json("config.json")
+    is_lerobot = "chunk_size" in raw
+    switches: dict[str, Any] = dict(raw.get("dvla", {}).get("options", {}))
+    if is_lerobot:
+        # lerobot's pi0.5 always writes the state into the prompt.
+        switches = {"discrete_state_input": True, "max_token_len": raw.get("tokenizer_max_length", 200)} | switches
+    if "action_horizon" not in switches:
+        horizon = raw.get("chunk_size" if is_lerobot else "action_horizon")
+        if horizon is None:
+            raise ConfigError(f"model.checkpoint={folder}: config.json has neither action_horizon nor chunk_size")
+        switches["action_horizon"] = horizon
+    if sizes["vision_hidden_size"] == 1152:
+        switches.setdefault("vision_heads", 16)
+    switches |= options
+    if "vision_heads" not in switches:
+        raise ConfigError(
+            f"model.options.vision_heads: weights of {folder} do not tell the number of heads of this vision tower: give it"
+        )
+    for name, size in sizes.items():
+        if switches.get(name, size) != size:
+            raise ConfigError(
+                f"model.options.{name}={switches[name]} contradicts the weights of {folder}, which have {size}"
+            )
+    unknown = sorted(set(switches) - {field.name for field in dataclasses.fields(Pi05Config)})
+    if unknown:
+        raise ConfigError(f"model.options.{unknown[0]}: pi05 has no such option")
+    try:
+        config = Pi05Config(**sizes | switches)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.options: {error}") from error
+    weight_map = pi05_weight_map(
+        vision_layers=config.vision_layers,
+        layers=config.layers,
+        names=files.tensors.keys(),
+        vocab_size=config.vocab_size,
+        expert_width=config.expert_hidden_size,
+    )
+    statistics = None if _is_ours_and_unnormalised(raw) else read_pi05_statistics(folder, unnorm_key)
+    return config, weight_map, statistics

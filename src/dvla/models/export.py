@@ -1,0 +1,165 @@
+"""A trained policy in the layout of the original tools, written tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dvla.config import ConfigError, ModelConfig
+from dvla.models.checkpoint import NOISE_HEAD, open_checkpoint
+from dvla.models.checkpoint_files import CheckpointFiles, write_safetensors, write_sharded
+from dvla.models.lora import merged_weights
+from dvla.models.openvla_oft_weights import oft_weight_map
+from dvla.models.pi05_weights import pi05_weight_map
+from dvla.models.weight_map import WeightMap, export_tensor
+
+PROPRIO = "proprio_projector."
+
+
+def write_policy(policy: Any, model: ModelConfig, out: Path) -> None:
+    """Write a plain policy with its weights on the CPU.
+
+    Args:
+        policy: The policy, with or without adapters.
+        model: The config it was built from: with a checkpoint, its layout is the checkpoint's.
+        out: A new folder.
+
+    Raises:
+        ConfigError: The model has no layout of another tool.
+    """
+    if model.name not in ("openvla_oft", "pi05"):
+        raise ConfigError(f"model.name={model.name} has no layout of another tool to be written in")
+    weights = merged_weights(policy)
+    temporary = out.with_name(out.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    if model.checkpoint is not None:
+        opened = open_checkpoint(model, with_tokenizer=False)
+        _write_like(opened.files, opened.weight_map, weights, Path(model.checkpoint).expanduser(), temporary)
+    else:
+        _write_new(policy, model.name, weights, temporary)
+    if getattr(policy, "noise_head", None) is not None:
+        names = [name for name in weights if name.startswith("noise_head.")]
+        described = [(name, weights[name].dtype, tuple(weights[name].shape)) for name in names]
+        write_safetensors(temporary / NOISE_HEAD, described, weights.__getitem__, None)
+    temporary.rename(out)
+
+
+def _write_like(
+    files: CheckpointFiles, weight_map: WeightMap, weights: dict[str, Tensor], folder: Path, out: Path
+) -> None:
+    """Write every tensor of `files` under its name, in its dtype, to a file of its name; copy what is no weights."""
+    read = _reader(weight_map, weights, files)
+    by_file: dict[Path, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
+    for name, info in files.tensors.items():
+        by_file.setdefault(info.file, []).append((name, info.dtype, info.shape))
+    for path, tensors in by_file.items():
+        if path.name.startswith("proprio_projector"):
+            _write_projector(path, out / path.name, {name.removeprefix(PROPRIO): read(name) for name, *_ in tensors})
+        else:
+            write_safetensors(out / path.name, tensors, read, files.metadata)
+    written = {path.name for path in by_file}
+    for path in folder.iterdir():
+        if path.name not in written and path.name != NOISE_HEAD:
+            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, out / path.name)
+
+
+def _write_projector(source: Path, target: Path, tensors: dict[str, Tensor]) -> None:
+    if target.suffix == ".safetensors":
+        write_safetensors(target, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__, None)
+    else:
+        names = torch.load(source, weights_only=True, map_location="meta")
+        torch.save({name: tensors[name.removeprefix("module.")] for name in names}, target)
+
+
+def _write_new(policy: Any, name: str, weights: dict[str, Tensor], out: Path) -> None:
+    """Write a policy that began with random weights; the names and the order are those of the original's own files."""
+    config = policy.config
+    options = dataclasses.asdict(config)
+    if name == "pi05":
+        weight_map = pi05_weight_map(
+            vision_layers=config.vision_layers,
+            layers=config.layers,
+            names=(),
+            vocab_size=config.vocab_size,
+            expert_width=config.expert_hidden_size,
+        )
+        switches = [
+            *("action_horizon", "vision_heads", "max_token_len", "discrete_state_input"),
+            *("sampler", "num_denoise_steps", "noise_level"),
+        ]
+        described: dict[str, Any] = {
+            "action_dim": config.action_dim,
+            "action_horizon": config.action_horizon,
+            "paligemma_variant": "gemma_2b" if config.hidden_size == 2048 else "dvla",
+            "action_expert_variant": "gemma_300m" if config.expert_hidden_size == 1024 else "dvla",
+            "precision": "float32",
+            "dvla": {"normalized": False, "options": {key: options[key] for key in switches}},
+        }
+    else:
+        weight_map = oft_weight_map(config)
+        described = {
+            "model_type": "openvla",
+            "architectures": ["OpenVLAForActionPrediction"],
+            "arch_specifier": "no-align+fused-gelu-mlp",
+            "image_resize_strategy": "resize-naive",
+            "image_sizes": [config.image_size, config.image_size],
+            "llm_backbone_id": "llama2-7b-pure",
+            "n_action_bins": 256,
+            "pad_token_id": config.vocab_size,
+            "pad_to_multiple_of": config.num_embeddings - config.vocab_size,
+            "text_config": {
+                "model_type": "llama",
+                "hidden_size": config.llm_hidden_size,
+                "intermediate_size": config.llm_mlp_size,
+                "num_hidden_layers": config.llm_layers,
+                "num_attention_heads": config.llm_heads,
+                "num_key_value_heads": config.llm_heads,
+                "pad_token_id": config.vocab_size,
+                "vocab_size": config.num_embeddings,
+                "rms_norm_eps": 1e-6,
+            },
+            "use_fused_vision_backbone": True,
+            "vision_backbone_id": "dinosiglip-vit-so-224px",
+            "timm_model_ids": ["dvla_dino", "dvla_siglip"],
+            "dvla": {
+                "normalized": False,
+                "dino_heads": config.dino_heads,
+                "siglip_heads": config.siglip_heads,
+                "options": {
+                    key: options[key] for key in ("keep_stop_token", "center_crop", "pixel_means", "pixel_stds")
+                },
+            },
+        }
+    read = _reader(weight_map, weights, None)
+    names = [rule.sources[0] for rule in weight_map.rules] + list(weight_map.dead)
+    tensors = [(source, torch.float32, tuple(read(source).shape)) for source in names]
+    projector = [entry for entry in tensors if entry[0].startswith(PROPRIO)]
+    if projector:
+        _write_projector(
+            out, out / "proprio_projector.safetensors", {n.removeprefix(PROPRIO): read(n) for n, *_ in projector}
+        )
+    main = [entry for entry in tensors if entry not in projector]
+    write_sharded(out, main, read, {entry[0]: "model.safetensors" for entry in main})
+    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    policy.tokenizer.save(out)
+
+
+def _reader(weight_map: WeightMap, weights: dict[str, Tensor], files: CheckpointFiles | None) -> Any:
+    """A function from a checkpoint's tensor name to the tensor, in the dtype it has there."""
+    rules = {source: rule for rule in weight_map.rules for source in rule.sources}
+
+    def read(name: str) -> Tensor:
+        if name in rules:
+            tensor = export_tensor(weight_map, name, weights.__getitem__)
+            return tensor if files is None else tensor.to(files.tensors[name].dtype)
+        # A tensor that no computation reads: as it was, or zero where there was none.
+        return torch.zeros(weight_map.dead[name]) if files is None else files.read(name)
+
+    return read
