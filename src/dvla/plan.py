@@ -23,8 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dvla.config import ConfigError, ModelConfig, Precision
 from dvla.envs.protocol import EnvSpec
 from dvla.models.policy import Observation
-from dvla.models.policy_source import freeze, prepare_policy
-from dvla.models.registry import known_model
+from dvla.models.policy_source import prepare_policy
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.planes.manifest import make_manifest
 from dvla.train import CONFIG_FOLDER
@@ -97,7 +96,7 @@ class Plan:
     trained_bytes: int
     """Master, gradient and optimiser state of what is trained; sharded over the ranks."""
     untrained_bytes: int
-    """Single weights that are not trained, such as those beside adapters: fp32, sharded over the ranks."""
+    """Single weights that are not trained, such as those beside adapters: compute dtype, sharded over the ranks."""
     frozen_bytes: int
     """Modules that are frozen as a whole: in the compute dtype, whole on every rank."""
     training_state_bytes: int
@@ -123,26 +122,8 @@ def build_on_meta(config: PlanConfig) -> tuple[Any, list[str]]:
         instructions=(TYPICAL_INSTRUCTION,),
         gripper_open=1.0,
     )
-    if model.checkpoint is not None:
-        source = prepare_policy(model, spec=spec, seed=0)
-        policy, frozen = source.policy, source.frozen
-    else:
-        build, sizes = known_model(model.name, model.preset, model.options)
-        try:
-            with torch.device("meta"):
-                policy = build(
-                    sizes, spec=spec, num_action_chunks=model.num_action_chunks, temperature=model.temperature
-                )
-        except ValueError as error:  # the sizes do not fit the environment
-            raise ConfigError(str(error)) from error
-        frozen = freeze(policy, model.freeze)
-        if model.lora_rank:
-            from dvla.models.lora import add_lora
-
-            alpha = model.lora_rank if model.lora_alpha is None else model.lora_alpha
-            add_lora(policy, rank=model.lora_rank, alpha=alpha, targets=model.lora_targets)
-        if not any(parameter.requires_grad for parameter in policy.parameters()):
-            raise ConfigError("model.freeze leaves nothing to train")
+    source = prepare_policy(model, spec=spec, seed=0, without_weights=True)
+    policy, frozen = source.policy, source.frozen
     assert all(parameter.is_meta for parameter in policy.parameters())
     return policy, frozen
 
@@ -164,7 +145,7 @@ def make_plan(config: PlanConfig) -> Plan:
     ignored = {parameter for name in frozen for parameter in policy.get_submodule(name).parameters()}
     num_frozen = sum(parameter.numel() for parameter in ignored)
     trained_bytes = BYTES_PER_TRAINED * whole.trainable
-    untrained_bytes = torch.float32.itemsize * (whole.total - whole.trainable - num_frozen)
+    untrained_bytes = dtype.itemsize * (whole.total - whole.trainable - num_frozen)
     frozen_bytes = dtype.itemsize * num_frozen
     weight_plane_bytes = make_manifest(policy, dtype).num_bytes
 
@@ -291,7 +272,7 @@ def show(plan: Plan, title: str, console: Console) -> None:
     costs.add_row("weights that travel", _short(plan.weight_plane_bytes, "B"), "one version")
     costs.add_row("training state", _short(plan.training_state_bytes, "B"), "all of the following")
     costs.add_row("  trained", _short(plan.trained_bytes, "B"), "master, gradient, Adam; sharded")
-    costs.add_row("  not trained", _short(plan.untrained_bytes, "B"), "single weights, fp32; sharded")
+    costs.add_row("  not trained", _short(plan.untrained_bytes, "B"), "single weights, compute dtype; sharded")
     costs.add_row("  frozen modules", _short(plan.frozen_bytes, "B"), "compute dtype; whole on every rank")
     console.print(costs)
 

@@ -213,7 +213,7 @@ def test_flow_noise_logprobs_are_sums_over_the_chain() -> None:
     assert torch.equal(chain[:, 0], normal(keys_of(3), NANO.action_horizon, NANO.action_dim))
     torch.testing.assert_close(decision.actions, chain[:, -1, :K, :A].clamp(-1, 1))
     logprobs, entropy = evaluate(policy, obs, decision.record)
-    expected, entropies = Normal(0, 1).log_prob(chain[:, 0]), []
+    expected, entropies, noise = Normal(0, 1).log_prob(chain[:, 0]), [], [chain[:, 0]]
     with torch.no_grad():
         prefix = policy.encode_observation(obs, {})
         for step in range(3):
@@ -223,8 +223,13 @@ def test_flow_noise_logprobs_are_sums_over_the_chain() -> None:
             transition = Normal(chain[:, step] - policy.velocity(hidden) / 3, std)
             expected = expected + transition.log_prob(chain[:, step + 1])
             entropies.append(transition.entropy())
+            noise.append((chain[:, step + 1] - transition.mean) / std)
     torch.testing.assert_close(logprobs, expected[:, :K, :A], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, torch.stack(entropies).mean(0)[:, :K, :A])
+    # Every step has noise of its own.
+    noise = torch.stack(noise).flatten(1)
+    torch.testing.assert_close(noise.std(1), torch.ones(4), atol=0.15, rtol=0)
+    assert (torch.corrcoef(noise) - torch.eye(4)).abs().max() < 0.2
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -268,7 +273,12 @@ def test_dead_parameters_are_kept_and_frozen() -> None:
     with torch.no_grad():
         for name in dead:
             policy.get_parameter(name).fill_(math.nan)
+    called = []
+    for name in dead:
+        module = policy.get_submodule(name.removesuffix(".weight"))
+        module.register_forward_pre_hook(lambda module, _: called.append(module))
     after = sampled_tensors(policy.act(obs, keys_of(2)))
+    assert not called
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
@@ -529,6 +539,36 @@ def test_a_checkpoints_units() -> None:
     assert is_inside.any()
     expected = -0.2 + 0.3 * (plain.actions + 1)
     torch.testing.assert_close(scaled.actions[is_inside], expected[is_inside])
+
+
+def test_expert_layers_are_steered_by_the_condition() -> None:
+    norm = make_policy().expert_norm
+    width = NANO.expert_hidden_size
+    x, condition = torch.full((1, 1, width), -3.0), torch.zeros(1, width)
+    with torch.no_grad():
+        for part_of_bias, value in zip(norm.dense.bias.chunk(3), (0.5, 2.0, 0.25), strict=True):
+            part_of_bias.fill_(value)
+        normed, gate = norm(x, condition)
+    torch.testing.assert_close(normed, torch.full_like(x, -1 * (1 + 0.5) + 2))
+    assert (gate == 0.25).all()
+
+
+def test_closed_gates_leave_the_expert_layers_without_effect() -> None:
+    policy, obs = make_policy(), make_obs(1)
+    with torch.no_grad():
+        prefix, layer = policy.encode_observation(obs, {}), policy.expert_layers[0]
+        x = torch.randn(1, NANO.action_horizon, NANO.expert_hidden_size, generator=torch.Generator().manual_seed(0))
+        rotary = policy.rotary(x, position_ids=torch.arange(NANO.action_horizon).expand(1, -1))
+        arguments = (torch.ones(1, NANO.expert_hidden_size), rotary, prefix.layers[0], None)
+        before = layer(x, *arguments)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            dense = layer.get_submodule(name).dense
+            dense.weight.zero_()
+            dense.bias[2 * NANO.expert_hidden_size :].zero_()
+            after = layer(x, *arguments)
+            assert not torch.allclose(after, before)
+            before = after
+    assert torch.equal(after, x)
 
 
 def test_flow_loss() -> None:

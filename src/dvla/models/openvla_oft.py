@@ -94,7 +94,7 @@ class OpenVLAOFT(nn.Module):
         if config.use_proprio and statistics is not None:
             if statistics.state is None:
                 raise ValueError(f"model.unnorm_key: the statistics {statistics.key!r} are without proprio")
-            statistics.state.require_length(spec.state_dim, "the environment's state")
+            statistics.state.require_length(spec.state_dim, "the environment's states")
         self.config, self.statistics = config, statistics
         self._commands_gripper = statistics is not None and not statistics.action.mask[-1]
         self._gripper_open = spec.gripper_open or 0.0

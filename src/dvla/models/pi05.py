@@ -428,5 +428,5 @@ def _fitting(statistics: Statistics, config: Pi05Config, spec: EnvSpec) -> Stati
 
     action, state = cut(statistics.action, spec.action_dim, "the environment's actions"), statistics.state
     if config.discrete_state_input and state is not None:
-        state = cut(state, spec.state_dim, "the environment's state")
+        state = cut(state, spec.state_dim, "the environment's states")
     return replace(statistics, action=action, state=state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,23 +39,30 @@ class PolicySource:
         return replica
 
 
-def prepare_policy(model: ModelConfig, *, spec: EnvSpec, seed: int) -> PolicySource:
+def prepare_policy(model: ModelConfig, *, spec: EnvSpec, seed: int, without_weights: bool = False) -> PolicySource:
     """Build what ``model`` describes, with its frozen parts and adapters.
+
+    Args:
+        model: The policy.
+        spec: The environment it is for.
+        seed: Of random weights.
+        without_weights: Build it on ``meta`` in any case, to look at it only.
 
     Raises:
         ConfigError: A setting does not fit the model, the environment or the checkpoint.
     """
     load = None
     if model.checkpoint is None:
-        policy: Any = build_policy(
-            model.name,
-            model.preset,
-            model.options,
-            spec=spec,
-            num_action_chunks=model.num_action_chunks,
-            temperature=model.temperature,
-            seed=seed,
-        )
+        with torch.device("meta") if without_weights else nullcontext():
+            policy: Any = build_policy(
+                model.name,
+                model.preset,
+                model.options,
+                spec=spec,
+                num_action_chunks=model.num_action_chunks,
+                temperature=model.temperature,
+                seed=seed,
+            )
     else:
         from dvla.models.checkpoint import build_from_checkpoint, open_checkpoint
 
@@ -64,13 +72,13 @@ def prepare_policy(model: ModelConfig, *, spec: EnvSpec, seed: int) -> PolicySou
         def load(target: nn.Module) -> None:
             checkpoint.load(target, seed)
 
-    frozen = freeze(policy, model.freeze)
+    frozen = _freeze(policy, model.freeze)
     if model.lora_rank:
         from dvla.models.lora import add_lora, initialise_new
 
         alpha = model.lora_rank if model.lora_alpha is None else model.lora_alpha
         add_lora(policy, rank=model.lora_rank, alpha=alpha, targets=model.lora_targets)
-        if load is None:
+        if load is None and not without_weights:
             initialise_new({n: p for n, p in policy.named_parameters() if ".lora_" in n}, seed)
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         raise ConfigError("model.freeze leaves nothing to train")
@@ -105,7 +113,7 @@ def check_policy(model: ModelConfig, cameras: tuple[str, ...]) -> None:
     prepare_policy(model, spec=spec, seed=0)
 
 
-def freeze(policy: Any, names: tuple[str, ...]) -> list[str]:
+def _freeze(policy: Any, names: tuple[str, ...]) -> list[str]:
     """Freeze the named parts; the names of their modules."""
     parts: dict[str, list[nn.Module]] = policy.freezable() if hasattr(policy, "freezable") else {}
     chosen: list[nn.Module] = []

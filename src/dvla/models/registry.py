@@ -57,7 +57,7 @@ def build_policy(
                 policy = build(config, **sizes)
             except ValueError as error:  # the sizes do not fit the environment
                 raise ConfigError(str(error)) from error
-    return policy.to(device="cpu", dtype=torch.float32)
+    return policy.to(dtype=torch.float32)
 
 
 def check_model(name: str, preset: str, options: Mapping[str, Any]) -> None:
@@ -154,8 +154,8 @@ def _custom(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any])
 
 def _build_custom(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
     """Build a policy of the user's own."""
-    policy = _custom(name, arguments, options)(**arguments, **options)
+    policy: Any = _custom(name, arguments, options)(**arguments, **options)
     missing = [part for part in ("record_spec", "act", "fsdp_units") if not hasattr(policy, part)]
     if not isinstance(policy, nn.Module) or missing:
         raise ConfigError(f"model.name: {name} is no Policy (an nn.Module with record_spec, act and fsdp_units)")
-    return policy
+    return policy.to("cpu")

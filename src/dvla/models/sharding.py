@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dvla.config import Precision
@@ -47,11 +46,10 @@ def shard_policy(
         # Casting inputs would also cast what log-probabilities are computed from (samples, states).
         cast_forward_inputs=False,
     )
-    ignored: set[nn.Parameter] = set()
-    for name in frozen:
-        for parameter in policy.get_submodule(name).parameters():
+    for parameter in policy.parameters():
+        if not parameter.requires_grad:  # no optimiser adds to it: it needs no more digits than it is computed with
             parameter.data = parameter.data.to(COMPUTE_DTYPE[precision])
-            ignored.add(parameter)
+    ignored = {parameter for name in frozen for parameter in policy.get_submodule(name).parameters()}
     for unit in policy.fsdp_units():
         if not ignored.issuperset(unit.parameters()):
             fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard_after_forward)
