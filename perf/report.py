@@ -19,6 +19,8 @@ def number(value: Any) -> str:
     """A value for a table."""
     if value is None:
         return "–"
+    if isinstance(value, int):
+        return f"{value:,}" if value >= 10_000 else str(value)
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return str(value)
@@ -76,6 +78,30 @@ def main() -> None:
         },
     )
     text += section("Serial against overlapped", "schedules", {"name": "name", "value": "median", "unit": "unit"})
+    text += section(
+        "The models against recordings of their originals, float32",
+        "golden",
+        {"name": "what", "tensors": "tensors", "worst": "largest absolute difference", "at": "where"},
+        "\nThe tolerance is 1e-4, and 2e-4 for loss elements and samples of 10 steps (the original's clock drifts).\n",
+    )
+    text += section(
+        "Presets: one camera, a LIBERO instruction, chunks of 8 x 7; milliseconds for 8 decisions on one core",
+        "models",
+        {
+            "name": "model",
+            "parameters": "parameters",
+            "gflop_decision": "GFLOP a decision",
+            "gflop_sample": "GFLOP a training sample",
+            "mb": "MB of weights that travel, bf16",
+            "act_ms": "act ms",
+            "train_ms": "forward and backward ms",
+        },
+    )
+    text += section(
+        "pi0.5: cameras and prompt tokens that are not there",
+        "absent_cameras",
+        {"name": "what", "masked_ms": "masked ms", "left_out_ms": "left out ms", "ratio": "ratio"},
+    )
     text += section("Set-up and tests", "setup", {"name": "name", "value": "value", "unit": "unit", "note": "note"})
     text += "\n" + (HERE / "properties.md").read_text()
     (HERE / "RESULTS.md").write_text(text)
