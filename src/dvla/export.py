@@ -71,7 +71,8 @@ def main() -> None:
         try:
             export(Path(options.checkpoint), Path(options.out))
         except ConfigError as error:
-            sys.exit(f"dvla: error: {error}")
+            sys.stderr.write(f"dvla: error: {error}\n")
+            sys.exit(2)
         sys.stdout.write(f"written to {options.out}\n")
 
     start()

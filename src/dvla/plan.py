@@ -303,7 +303,8 @@ def main() -> None:
             config = load_plan(composed)
             plan = make_plan(config)
         except ConfigError as error:
-            sys.exit(f"dvla: error: {error}")
+            sys.stderr.write(f"dvla: error: {error}\n")
+            sys.exit(2)
         model = config.model
         if config.json:
             names = {"model": model.name, "preset": model.preset, "checkpoint": model.checkpoint}

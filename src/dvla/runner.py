@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dvla.config import Config, ConfigError, Schedule, config_hash
+from dvla.config import Config, ConfigError, Schedule, config_hash, to_plain
 from dvla.envs.pool import WorkerPool
-from dvla.envs.registry import environment_arguments
+from dvla.envs.registry import environment_arguments, environment_class
 from dvla.lanes.grpo import GrpoLane
 from dvla.lanes.inference import InferenceLane
 from dvla.lanes.lane import ErrorBoard, Lane
@@ -81,8 +81,9 @@ def run(config: Config, stop_request: StopRequest) -> int:
     require_same(world, "configuration", config_hash(config))
     # What cannot work is refused before anything is written or started.
     config.slots_per_rank(world.world_size)
-    environment_arguments(config.env)
-    check_policy(config.model, tuple(config.env.cameras))
+    arguments = environment_arguments(config.env)
+    foresee = getattr(environment_class(config.env.name), "expected_action_dim", None)
+    check_policy(config.model, tuple(config.env.cameras), foresee(**arguments) if foresee else None)
     logs, resume_from = _open_run(config, world)
     reporter = Reporter(config, world, logs)
     try:
@@ -113,6 +114,8 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
             is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
             if is_own and config.run.clean:
                 raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
+            if found is not None:
+                _require_same_policy(config, found)
             logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
             said = [None, str(logs), str(found) if found else None]
         except ConfigError as error:
@@ -125,6 +128,24 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
     for folder, fault in torn.items():
         logger.warning("checkpoint %s is torn and passed over: %s", folder, fault)
     return logs, Path(said[2]) if said[2] else None
+
+
+def _policy_identity(config: Config) -> dict[str, Any]:
+    """What decides which weights a checkpoint holds, and where the frozen ones, which it does not hold, come from."""
+    model = to_plain(config)["model"]
+    keys = ("name", "preset", "checkpoint", "freeze", "lora_rank", "lora_targets", "num_action_chunks", "options")
+    identity = {f"model.{key}": model[key] for key in keys}
+    if model["checkpoint"] is None and (model["freeze"] or model["lora_rank"]):
+        identity["seed"] = config.seed
+    return identity
+
+
+def _require_same_policy(config: Config, folder: Path) -> None:
+    """Refuse to resume from the checkpoint of another policy, before anything of the old run is touched."""
+    saved = checkpoint.read_train_state(folder)["policy"]
+    for key, value in _policy_identity(config).items():
+        if saved.get(key, value) != value:
+            raise ConfigError(f"{key}={value}, but the checkpoint to resume from ({folder}) was made with {saved[key]}")
 
 
 @dataclass(slots=True)
@@ -179,6 +200,8 @@ def _run_lanes(
         reporter.phase(f"building {config.model.name} ({origin})")
         source = prepare_policy(config.model, spec=spec, seed=config.seed)
         policy = source.policy
+        if runtime.cuda_graphs and "prompt_ids" in policy.record_spec:
+            raise ConfigError("runtime.cuda_graphs cannot record prompts with the state in them (discrete_state_input)")
         dtype = COMPUTE_DTYPE[runtime.precision]
         manifest = make_manifest(policy, dtype)
         require_same(world, "layout of the weights", str(manifest.digest()))
@@ -338,6 +361,7 @@ def _saver(
                 "next_groups": next_groups,
                 "report": reporter.state(),
                 "env_spec": asdict(spec),
+                "policy": _policy_identity(config),
             },
             keep=config.run.keep_checkpoints,
             group=world.control_pg,

@@ -186,6 +186,19 @@ def test_going_back_to_an_older_checkpoint_takes_back_the_newer_ones(tmp_path):
     assert [line["policy_version"] for line in again.metrics] == [1, 2]
 
 
+def test_a_run_is_not_resumed_as_another_policy(tmp_path):
+    """Neither training on nor the export of what is there may be spoilt by a mistaken command."""
+    small = (*QUICK, "env.cameras=[top]", "model=openvla_oft_nano", "model.lora_rank=2", "algo.num_steps=1")
+    assert train(tmp_path, *small, ranks=0).code == 0
+    before = (tmp_path / "test" / "config.yaml").read_text()
+    for change, key in (("model.lora_rank=4", "model.lora_rank"), ("seed=7", "seed")):
+        again = train(tmp_path, *small, "resume=auto", change, ranks=0)
+        assert again.code == 2
+        assert f"error: {key}=" in again.output
+        assert "was made with" in again.output
+    assert (tmp_path / "test" / "config.yaml").read_text() == before
+
+
 def test_a_run_resumed_into_a_new_folder_has_a_checkpoint_of_its_own(tmp_path):
     first = train(tmp_path, *QUICK, ranks=0)
     more = train(

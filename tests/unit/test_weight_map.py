@@ -219,6 +219,8 @@ def test_golden_openvla_oft(use_proprio: bool) -> None:
         llm_heads=4,
         llm_mlp_size=344,
         vocab_size=640,
+        pixel_means=((0.48500001430511475, 0.4560000002384186, 0.4059999883174896), (0.5, 0.5, 0.5)),
+        pixel_stds=((0.2290000021457672, 0.2240000069141388, 0.22499999403953552), (0.5, 0.5, 0.5)),
         **overrides,
     )
     assert_round_trip(oft_weight_map(config), shapes_of(oft_policy(config)), files)

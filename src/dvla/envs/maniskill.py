@@ -25,6 +25,9 @@ _SEEN_NOT_FELT = frozenset({"bin_pos", "valve_qpos", "valve_qvel", "valve_x", "v
 _LEAVES_TRACES = frozenset({"MS-HumanoidStand-v1", "MS-HumanoidWalk-v1", "MS-HumanoidRun-v1"})
 """Tasks whose reset forgets a part (their camera's mount): only a new scene starts like the last one."""
 
+_PANDA_TASKS = {f"{name}-v1" for name in ("PushCube", "PickCube", "PullCube", "StackCube", "PlaceSphere", "RollBall")}
+_PANDA_ACTIONS = {"pd_ee_delta_pos": 4, "pd_ee_delta_pose": 7, "pd_joint_delta_pos": 8, "pd_joint_pos": 8}
+
 
 class ManiSkillEnv:
     """One ManiSkill task with one simulator.
@@ -107,6 +110,11 @@ class ManiSkillEnv:
             instructions=(instruction or INSTRUCTIONS[task],),
             gripper_open=_gripper_open(self._simulator),
         )
+
+    @staticmethod
+    def expected_action_dim(task: str, control_mode: str = "pd_ee_delta_pos", **_: Any) -> int | None:
+        """Length of the actions of tasks that are known to use the Panda with its gripper."""
+        return _PANDA_ACTIONS.get(control_mode) if task in _PANDA_TASKS else None
 
     def reset(self, task: int, seed: int) -> bytes:
         """Begin an episode; `seed` is taken modulo 2**32, the range of the simulator's generator."""

@@ -53,7 +53,8 @@ class Environment(Protocol):
     """One simulator playing one episode at a time.
 
     It is made by ``MyEnv(task=…, cameras=(…), image_size=(height, width), max_episode_steps=…, reward_mode="sparse" or
-    "dense", **env.options)``, with the values of the same keys of the config.
+    "dense", **env.options)``, with the values of the same keys of the config. A static method ``expected_action_dim`` of the
+    same arguments may tell the length of its actions (or None) without starting anything, to find mistakes early.
     """
 
     spec: EnvSpec

@@ -47,6 +47,11 @@ class ReachEnv:
         EnvironmentSetupError: An argument is not among those above.
     """
 
+    @staticmethod
+    def expected_action_dim(**_: object) -> int:
+        """Length of its actions."""
+        return 2
+
     def __init__(
         self,
         task: str = "reach",

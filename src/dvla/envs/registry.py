@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "reach": "dvla.envs.reach:ReachEnv",
     "maniskill": "dvla.envs.maniskill:ManiSkillEnv",
+    "libero": "dvla.envs.libero:LiberoEnv",
 }
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from dvla.config import ConfigError, ModelConfig
 from dvla.envs.protocol import EnvSpec
@@ -20,11 +22,14 @@ from dvla.models.openvla_oft_config import OpenVLAOFTConfig
 from dvla.models.openvla_oft_weights import oft_weight_map, read_oft_config
 from dvla.models.pi05_config import Pi05Config
 from dvla.models.pi05_weights import pi05_weight_map, read_pi05_sizes
+from dvla.models.registry import check_options, known_model
 from dvla.models.tokenizer import TextTokenizer, load_tokenizer
 from dvla.models.weight_map import WeightMap, check, fill_parameter, load_parameters
 
 NOISE_HEAD = "noise_head.safetensors"
 """Where the noise head of Flow-Noise lies, which the originals do not have."""
+
+logger = logging.getLogger(__name__)
 
 _Understood = tuple[OpenVLAOFTConfig | Pi05Config, WeightMap, Statistics | None]
 
@@ -39,6 +44,8 @@ class Checkpoint:
     statistics: Statistics | None
     tokenizer: TextTokenizer | None
     """None where the caller did not want one."""
+    noise_head: dict[str, Tensor]
+    """Weights of Flow-Noise's head, which only our own exports have; empty where there are none."""
 
     @property
     def state_dim(self) -> int | None:
@@ -48,7 +55,7 @@ class Checkpoint:
             return projector.shape[1]
         return None if self.statistics is None or self.statistics.state is None else len(self.statistics.state.low)
 
-    def check(self, policy: nn.Module) -> None:
+    def check(self, policy: Any) -> None:
         """Compare every tensor of the folder with the parameters of `policy`, which may be on ``meta``.
 
         Raises:
@@ -56,6 +63,14 @@ class Checkpoint:
         """
         shapes = {canonical_name(n): tuple(p.shape) for n, p in policy.named_parameters() if not is_new(n)}
         check(self.weight_map, shapes, self.files)
+        head = {n: tuple(p.shape) for n, p in policy.named_parameters() if n.startswith("noise_head.")}
+        if head and not self.noise_head:
+            logger.warning("%s has no %s: the noise head starts at random", self.files.folder, NOISE_HEAD)
+        elif head and head != {name: tuple(tensor.shape) for name, tensor in self.noise_head.items()}:
+            raise self.files.error(f"{NOISE_HEAD} does not fit the model")
+        limit = getattr(self.config, "first_action_id", self.config.vocab_size)
+        if self.tokenizer is not None and max(map(max, policy.prompts)) >= limit:
+            raise ConfigError(f"model.tokenizer does not fit the checkpoint: it has token ids of {limit} and more")
 
     def load(self, policy: nn.Module, seed: int) -> None:
         """Fill the parameters of `policy`, plain or sharded, on its device; new ones are drawn from `seed`."""
@@ -63,11 +78,8 @@ class Checkpoint:
         old = {canonical_name(name): parameter for name, parameter in parameters.items() if not is_new(name)}
         load_parameters(old, self.weight_map, self.files)
         initialise_new(parameters, seed)
-        own = self.files.folder / NOISE_HEAD
-        if own.is_file():
-            for name, tensor in load_file(own).items():
-                if name in parameters:
-                    fill_parameter(parameters[name], tensor)
+        for name in [name for name in parameters if name in self.noise_head]:
+            fill_parameter(parameters[name], self.noise_head[name])
 
 
 def open_checkpoint(model: ModelConfig, *, with_tokenizer: bool = True) -> Checkpoint:
@@ -81,13 +93,23 @@ def open_checkpoint(model: ModelConfig, *, with_tokenizer: bool = True) -> Check
     openers = {"openvla_oft": _open_openvla_oft, "pi05": _open_pi05}
     if model.name not in openers:
         raise ConfigError(f"model.checkpoint: {model.name} cannot be loaded from one; {' and '.join(openers)} can")
+    check_options(model.name, known_model(model.name, "nano", {})[1], model.options)
     files = CheckpointFiles(folder)
-    config, weight_map, statistics = openers[model.name](folder, files, dict(model.options), model.unnorm_key)
+    try:
+        config, weight_map, statistics = openers[model.name](folder, files, dict(model.options), model.unnorm_key)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise files.error(f"its JSON files are not as expected ({type(error).__name__}: {error})") from error
     tokenizer = None
     if with_tokenizer:
         own = Path(model.tokenizer).expanduser() if model.tokenizer else folder
         tokenizer = load_tokenizer("model.tokenizer" if model.tokenizer else "model.checkpoint", own)
-    return Checkpoint(files, config, weight_map, statistics, tokenizer)
+    try:
+        noise_head = load_file(folder / NOISE_HEAD) if (folder / NOISE_HEAD).is_file() else {}
+    except (OSError, SafetensorError) as error:
+        raise files.error(f"{NOISE_HEAD} cannot be read ({error})") from error
+    return Checkpoint(files, config, weight_map, statistics, tokenizer, noise_head)
 
 
 def build_from_checkpoint(build: Any, checkpoint: Checkpoint, spec: EnvSpec, model: ModelConfig) -> nn.Module:
@@ -120,7 +142,11 @@ def _is_ours_and_unnormalised(config: dict[str, Any]) -> bool:
 def _open_openvla_oft(
     folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None
 ) -> _Understood:
-    projectors = sorted(folder.glob("proprio_projector*"))
+    foreign = [path.name for kind in ("action_head", "vision_backbone") for path in folder.glob(f"{kind}--*")]
+    if foreign:
+        raise files.error(f"{foreign[0]} belongs to a variant (L1 or diffusion head, FiLM) that is not supported")
+    # The newest by its number of steps, if it was saved several times.
+    projectors = sorted(folder.glob("proprio_projector*"), key=lambda path: (_number(path.name), path.name))
     if projectors:
         files.add(projectors[-1], prefix="proprio_projector.")
         options.setdefault("use_proprio", True)
@@ -133,6 +159,11 @@ def _open_openvla_oft(
     if not _is_ours_and_unnormalised(files.read_json("config.json")):
         statistics = read_openvla_statistics(folder, unnorm_key)
     return config, oft_weight_map(config), statistics
+
+
+def _number(name: str) -> int:
+    """The number in a file's name, 0 without one."""
+    return int("".join(filter(str.isdigit, name)) or 0)
 
 
 def _open_pi05(folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None) -> _Understood:
@@ -150,6 +181,11 @@ def _open_pi05(folder: Path, files: CheckpointFiles, options: dict[str, Any], un
         switches["action_horizon"] = horizon
     if sizes["vision_hidden_size"] == 1152:
         switches.setdefault("vision_heads", 16)
+    if not is_lerobot and "discrete_state_input" not in switches | options:
+        logger.warning(
+            "openpi's folders do not say whether the state is part of the prompt: taken to be not, as for LIBERO "
+            "(model.options.discrete_state_input)"
+        )
     switches |= options
     if "vision_heads" not in switches:
         raise ConfigError(

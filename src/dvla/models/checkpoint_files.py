@@ -156,6 +156,9 @@ class CheckpointFiles:
             if name not in headers[shard]:
                 raise self.error(f"{name} is not in {shard}, where {INDEX_FILE} says it is")
             self.tensors[name] = headers[shard][name]
+        for shard, header in headers.items():
+            if stray := sorted(set(header) - set(shard_of)):
+                raise self.error(f"{shard} holds {stray[0]}, which {INDEX_FILE} does not name")
 
     def _safetensors_header(self, path: Path) -> dict[str, TensorInfo]:
         try:

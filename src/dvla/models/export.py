@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dvla.config import ConfigError, ModelConfig
 from dvla.models.checkpoint import NOISE_HEAD, open_checkpoint
-from dvla.models.checkpoint_files import CheckpointFiles, write_safetensors, write_sharded
+from dvla.models.checkpoint_files import INDEX_FILE, SINGLE_FILE, CheckpointFiles, write_safetensors, write_sharded
 from dvla.models.lora import merged_weights
 from dvla.models.openvla_oft_weights import oft_weight_map
 from dvla.models.pi05_weights import pi05_weight_map
@@ -36,9 +37,9 @@ def write_policy(policy: Any, model: ModelConfig, out: Path) -> None:
     if model.name not in ("openvla_oft", "pi05"):
         raise ConfigError(f"model.name={model.name} has no layout of another tool to be written in")
     weights = merged_weights(policy)
-    temporary = out.with_name(out.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    temporary.chmod(0o755)
     if model.checkpoint is not None:
         opened = open_checkpoint(model, with_tokenizer=False)
         _write_like(opened.files, opened.weight_map, weights, Path(model.checkpoint).expanduser(), temporary)
@@ -66,7 +67,9 @@ def _write_like(
             write_safetensors(out / path.name, tensors, read, files.metadata)
     written = {path.name for path in by_file}
     for path in folder.iterdir():
-        if path.name not in written and path.name != NOISE_HEAD:
+        # Weights that were not read (shards beside a whole file) would stay untrained.
+        is_weights = path.match("model*.safetensors*") and not (path.name == INDEX_FILE and SINGLE_FILE not in written)
+        if path.name not in written and path.name != NOISE_HEAD and not is_weights:
             (shutil.copytree if path.is_dir() else shutil.copyfile)(path, out / path.name)
 
 

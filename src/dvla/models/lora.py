@@ -44,7 +44,7 @@ def add_lora(policy: nn.Module, *, rank: int, alpha: float, targets: Sequence[st
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen)  # type: ignore[arg-type]  # any number does
         inject_adapter_in_model(config, policy)
     for name, parameter in policy.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        parameter.requires_grad_(is_new(name))  # a noise head is new too: no checkpoint has it
 
 
 def canonical_name(name: str) -> str:

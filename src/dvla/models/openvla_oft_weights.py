@@ -189,5 +189,8 @@ def _pixel_constants(folder: Path, files: CheckpointFiles) -> dict[str, Any]:
     if not (folder / "preprocessor_config.json").exists():
         return {}
     raw = files.read_json("preprocessor_config.json")
-    named = {"pixel_means": raw.get("means"), "pixel_stds": raw.get("stds")}
+    # What the original computes with comes first; its rounding differs from the other two.
+    tower = raw.get("tvf_normalize_params")
+    means, stds = ([t[key] for t in tower] for key in ("mean", "std")) if tower else (raw.get("means"), raw.get("stds"))
+    named = {"pixel_means": means, "pixel_stds": stds}
     return {name: tuple(map(tuple, values)) for name, values in named.items() if values is not None}

@@ -116,6 +116,13 @@ class Pi05(nn.Module):
             raise ValueError(f"model: {spec.name} has {spec.action_dim} action elements, the model {config.action_dim}")
         if temperature != 1:
             raise ValueError("model.temperature must be 1: pi05's noise is set by model.options.noise_level")
+        height, width = spec.image_size
+        if max(height, width) > config.image_size * min(height, width):
+            raise ValueError(f"env.image_size: pictures of {height} x {width} become nothing at the model's size")
+        if config.discrete_state_input and statistics is not None and statistics.state is None:
+            raise ValueError(
+                f"model.options.discrete_state_input: the statistics {statistics.key!r} have none of the state"
+            )
         if config.discrete_state_input and not spec.state_dim:
             raise ValueError(f"model.options.discrete_state_input: {spec.name} has no proprioceptive state")
         if statistics is not None:
@@ -368,10 +375,8 @@ class Pi05(nn.Module):
 
     def denoise(self, prefix: Prefix, x: Tensor, time: Tensor) -> Tensor:
         """The expert's last hidden states (B, H, expert_hidden_size) for samples (B, H, action_dim) at times (B,)."""
-        dtype = self.action_in_proj.weight.dtype
-        embedded = time_embedding(time, self.config.expert_hidden_size).to(dtype)
-        condition = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(embedded))))
-        hidden = self.action_in_proj(x.to(dtype))
+        condition = self.condition(time)
+        hidden = self.action_in_proj(x.to(condition.dtype))
         horizon = hidden.shape[1]
         positions = prefix.num_tokens[:, None] + torch.arange(horizon, device=x.device)
         rotary = self.rotary(hidden, position_ids=positions)
@@ -379,6 +384,11 @@ class Pi05(nn.Module):
         for layer, key_value in zip(self.expert_layers, prefix.layers, strict=True):
             hidden = layer(hidden, condition, rotary, key_value, mask)
         return self.expert_norm(hidden, condition)[0]
+
+    def condition(self, time: Tensor) -> Tensor:
+        """What steers the expert's norms at times (B,): (B, expert_hidden_size)."""
+        embedded = time_embedding(time, self.config.expert_hidden_size).to(self.time_mlp_in.weight.dtype)
+        return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(embedded))))
 
     def velocity(self, hidden: Tensor) -> Tensor:
         """Velocity (B, H, action_dim), float32 at least, from the expert's last hidden states."""

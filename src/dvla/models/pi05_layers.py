@@ -59,14 +59,16 @@ class PrefixLayer(GradientCheckpointingLayer):
         self.input_layernorm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary: KeyValue, mask: Tensor | None, needs_output: bool) -> tuple[Tensor, KeyValue]:
+    def forward(
+        self, x: Tensor, rotary: KeyValue, mask: Tensor | None, needs_output: bool
+    ) -> tuple[Tensor | None, KeyValue]:
         """(B, S, d) to the same, and the layer's keys and values, which is all that is needed of the last layer."""
         normed = self.input_layernorm(x)
         key_value = self.self_attn.key_value(normed, rotary)
-        if needs_output:
-            x = x + self.self_attn(normed, rotary, key_value, mask)
-            x = x + self.mlp(self.post_attention_layernorm(x))
-        return x, key_value
+        if not needs_output:
+            return None, key_value
+        x = x + self.self_attn(normed, rotary, key_value, mask)
+        return x + self.mlp(self.post_attention_layernorm(x)), key_value
 
 
 class AdaptiveRMSNorm(nn.Module):

@@ -85,32 +85,41 @@ def prepare_policy(model: ModelConfig, *, spec: EnvSpec, seed: int, without_weig
     return PolicySource(policy, load, frozen)
 
 
-def check_policy(model: ModelConfig, cameras: tuple[str, ...]) -> None:
+def check_policy(model: ModelConfig, cameras: tuple[str, ...], action_dim: int | None = None) -> None:
     """Find what is wrong with the model's settings and checkpoint before a simulator starts.
 
     The environment is not known yet: this one has the cameras of the config, and the sizes of the checkpoint.
 
+    Args:
+        model: The policy.
+        cameras: The environment's.
+        action_dim: Length of the environment's actions, if it is known without starting it.
+
     Raises:
         ConfigError: As `prepare_policy`, as far as it does not depend on the environment.
     """
+    state_dim, expected = 8, 7
     if model.checkpoint is None:
         check_model(model.name, model.preset, model.options)
-        return
-    from dvla.models.checkpoint import open_checkpoint
+        if ":" in model.name:
+            return
+    else:
+        from dvla.models.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(model)
-    statistics = checkpoint.statistics
+        checkpoint = open_checkpoint(model)
+        state_dim = checkpoint.state_dim or state_dim
+        expected = expected if checkpoint.statistics is None else len(checkpoint.statistics.action.low)
     spec = EnvSpec(
         name="the environment",
         cameras=cameras,
         image_size=(64, 64) if cameras else (0, 0),
-        state_dim=checkpoint.state_dim or 8,
-        action_dim=7 if statistics is None else len(statistics.action.low),
+        state_dim=state_dim,
+        action_dim=action_dim or expected,
         max_episode_steps=1,
         instructions=("move",),
         gripper_open=1.0,
     )
-    prepare_policy(model, spec=spec, seed=0)
+    prepare_policy(model, spec=spec, seed=0, without_weights=True)
 
 
 def _freeze(policy: Any, names: tuple[str, ...]) -> list[str]:

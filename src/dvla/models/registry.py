@@ -113,6 +113,20 @@ def known_model(name: str, preset: str, options: Mapping[str, Any]) -> tuple[Cal
     if preset not in presets:
         raise ConfigError(f"model.preset: {name} has no preset {preset!r}; allowed: {', '.join(presets)}")
     config = presets[preset]
+    check_options(name, config, options)
+    try:
+        config = dataclasses.replace(config, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.options: {error}") from error
+    return build, config
+
+
+def check_options(name: str, config: Any, options: Mapping[str, Any]) -> None:
+    """Check that `options` are fields of `config`, the sizes of some preset, and of their kinds.
+
+    Raises:
+        ConfigError: One is not.
+    """
     allowed = [field.name for field in dataclasses.fields(config)]
     for option, value in options.items():
         if option not in allowed:
@@ -120,11 +134,6 @@ def known_model(name: str, preset: str, options: Mapping[str, Any]) -> tuple[Cal
         default = getattr(config, option)
         if not _is_like(value, default):
             raise ConfigError(f"model.options.{option}: got {value!r}, needs a value like {default!r}")
-    try:
-        config = dataclasses.replace(config, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.options: {error}") from error
-    return build, config
 
 
 def _is_like(value: Any, default: Any) -> bool:

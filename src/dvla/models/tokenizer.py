@@ -75,7 +75,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
         token = named.get(kind) or default
         specials[kind] = token["content"] if isinstance(token, dict) else token
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **specials)
-    if missing := [token for token in specials.values() if token not in tokenizer.get_vocab()]:
+    if missing := [token for token in (*specials.values(), SPACE) if token not in tokenizer.get_vocab()]:
         raise ValueError(f"it has no token {', '.join(missing)}")
     return tokenizer
 

@@ -136,6 +136,11 @@ def load_parameters(parameters: Mapping[str, Tensor], weight_map: WeightMap, fil
         weight_map: The correspondence, checked before with `check`.
         files: The checkpoint.
     """
+    for rule in weight_map.rules:
+        there = [source for source in rule.sources if source in files.tensors]
+        for other in there[1:]:
+            if not torch.equal(files.read(there[0]), files.read(other)):
+                raise files.error(f"{there[0]} and {other} should be the same tensor, but differ")
     zeros: dict[str, list[Part]] = {}
     for part in weight_map.all_zeros:
         zeros.setdefault(part.parameter, []).append(part)

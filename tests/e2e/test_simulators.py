@@ -1,4 +1,4 @@
-"""The main job on the real thing: OpenVLA-OFT from rendered pictures in ManiSkill, on two ranks."""
+"""The main job on the real things: OpenVLA-OFT from rendered pictures in ManiSkill and LIBERO."""
 
 import json
 
@@ -56,3 +56,18 @@ def test_a_group_plays_one_initial_state_on_any_environment(tmp_path):
     )
     assert run.code == 0, run.output
     assert run.summary["groups"] == 4
+
+
+def test_openvla_oft_trains_in_libero_from_two_cameras(tmp_path):
+    run = train(
+        tmp_path,
+        *("env=libero_spatial", "model=openvla_oft_nano", "run.name=test", "env.max_episode_steps=16"),
+        *("algo.group_size=2", "algo.groups_per_step=2", "algo.num_steps=1", "algo.filter_zero_signal=false"),
+        *("runtime.num_envs=1", "runtime.verify_weights=true"),
+    )
+    assert run.code == 0, run.output
+    assert run.summary["env"] == "libero/libero_spatial"
+    assert run.summary["episodes"] == 4
+    assert run.summary["logprob_gap_max"] < 1e-4
+    picture = np.asarray(Image.open(run.folder / "frames" / "step_000001.png"))
+    assert picture.std() > 20, "a picture of something"
