@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from dvla.config import ConfigError
 from dvla.models.normalization import read_openvla_statistics, read_pi05_statistics
 
-GOLDEN = Path(os.environ.get("DVLA_GOLDEN", Path(__file__).parents[3] / "shared" / "golden"))
-recorded_only = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no recordings in {GOLDEN}")
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 ENTRY = {"q01": [-1.0, 0.0, 0.0], "q99": [3.0, 0.5, 1.0]}
 MASKED = ENTRY | {"mask": [True, True, False]}
 
@@ -205,7 +203,6 @@ def test_what_lerobot_normalises_otherwise_is_refused(tmp_path):
         read_pi05_statistics(tmp_path, None)
 
 
-@recorded_only
 def test_recordings_of_pi05():
     statistics = read_pi05_statistics(GOLDEN / "pi05_tiny", "libero")
     assert statistics.key == "tiny/libero" and statistics.state is not None
@@ -223,7 +220,6 @@ def test_recordings_of_pi05():
         close(statistics.action.unnormalize(sample), f"unnorm.{n}.actions")
 
 
-@recorded_only
 def test_recordings_of_openvla_oft():
     folder = GOLDEN / "openvla_oft_tiny"
     libero, bridge = (read_openvla_statistics(folder, key) for key in ("libero_spatial", "bridge_orig"))

@@ -174,6 +174,33 @@ def roundtrip_of_random_weights(name, options, tmp_path):
     assert torch.equal(a.logprobs, b.logprobs)
 
 
+GOLDEN_SIZES = {
+    "openvla_oft": {
+        **{"image_size": 56, "patch_size": 14, "dino_hidden_size": 48, "dino_layers": 3, "dino_heads": 4},
+        **{"siglip_hidden_size": 64, "siglip_layers": 4, "siglip_heads": 4, "siglip_mlp_size": 240},
+        **{"llm_hidden_size": 128, "llm_layers": 3, "llm_heads": 4, "llm_mlp_size": 344, "vocab_size": 640},
+        "use_proprio": True,
+    },
+    "pi05": {
+        **{"image_size": 56, "patch_size": 14, "vision_hidden_size": 64, "vision_layers": 3, "vision_heads": 4},
+        **{"vision_mlp_size": 172, "hidden_size": 128, "mlp_size": 256, "layers": 3, "heads": 8, "head_dim": 16},
+        **{"expert_hidden_size": 64, "expert_mlp_size": 128, "vocab_size": 512},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["openvla_oft", "pi05"])
+def test_an_export_from_random_weights_has_every_tensor_the_original_writes(name, tmp_path):
+    model = ModelConfig(name=name, preset="nano", num_action_chunks=K, options=GOLDEN_SIZES[name])
+    write_policy(prepare_policy(model, spec=SPEC, seed=0).policy, model, tmp_path / "out")
+
+    def shapes(folder):
+        found = raw_bytes(folder).items()
+        return {name: shape for (file, name), (_, shape, _) in found if file.startswith(("model", "proprio"))}
+
+    assert shapes(tmp_path / "out") == shapes({"openvla_oft": OFT, "pi05": PI05}[name])
+
+
 def test_replicas_take_frozen_and_adapted_weights_from_the_checkpoint(tokenizer):
     source = prepare_policy(model_config("openvla_oft", tokenizer, lora_rank=4), spec=SPEC, seed=0)
     assert all(parameter.is_meta for parameter in source.policy.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from dvla.models.resize import center_crop, resize, resize_with_pad
 
-GOLDEN = Path(os.environ.get("DVLA_GOLDEN", Path(__file__).parents[3] / "shared" / "golden"))
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 SIDES = st.integers(1, 150)
 
@@ -135,7 +134,6 @@ def test_the_gpu_gives_the_same_bytes():
         assert torch.equal(function(images.cuda()).cpu(), function(images))
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no recordings in {GOLDEN}")
 def test_recorded_pictures_of_openpi():
     recorded = np.load(GOLDEN / "pi05_tiny" / "preprocess.npz")
     for name in ("base_image", "wrist_image"):
@@ -143,7 +141,6 @@ def test_recorded_pictures_of_openpi():
         assert torch.equal(resize_with_pad(image, (56, 56)), expected)
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no recordings in {GOLDEN}")
 def test_recorded_pictures_of_openvla_oft():
     recorded = load_file(GOLDEN / "openvla_oft_tiny" / "inputs.safetensors")
     for i in range(3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -22,9 +21,8 @@ from dvla.models.openvla_oft_weights import oft_weight_map, read_oft_config
 from dvla.models.pi05_weights import pi05_weight_map, read_pi05_sizes
 from dvla.models.weight_map import Part, Rule, WeightMap, check, export_tensor, load_parameters, rows, source_shapes
 
-GOLDEN = Path(os.environ.get("DVLA_GOLDEN", Path(__file__).parents[3] / "shared" / "golden"))
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 OFT, PI05 = GOLDEN / "openvla_oft_tiny", GOLDEN / "pi05_tiny"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no recordings in {GOLDEN}")
 
 MAP = WeightMap(
     rules=(
@@ -198,7 +196,6 @@ def test_from_scratch_openvla_oft_keeps_its_function_through_a_checkpoint(tmp_pa
     torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
 
 
-@needs_golden
 @pytest.mark.parametrize("use_proprio", [False, True])
 def test_golden_openvla_oft(use_proprio: bool) -> None:
     files = CheckpointFiles(OFT)
@@ -233,7 +230,6 @@ def oft_copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@needs_golden
 @pytest.mark.parametrize(
     ("change", "overrides", "match"),
     [
@@ -257,7 +253,6 @@ def test_openvla_oft_settings_that_cannot_work(
         read_oft_config(oft_copy, CheckpointFiles(oft_copy), overrides)
 
 
-@needs_golden
 def test_openvla_oft_settings_of_its_config(oft_copy: Path) -> None:
     files = CheckpointFiles(oft_copy)
     with pytest.raises(ConfigError, match=r"no config\.json"):
@@ -337,7 +332,6 @@ def pi05_shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@needs_golden
 def test_golden_pi05() -> None:
     files = CheckpointFiles(PI05)
     assert read_pi05_sizes(files) == PI05_SIZES
@@ -411,7 +405,6 @@ def test_pi05_is_told_from_other_models(tmp_path: Path) -> None:
         read_pi05_sizes(open_tensors(tmp_path / "c", {"weight": torch.zeros(1)}))
 
 
-@needs_golden
 def test_golden_folders_are_told_apart() -> None:
     with pytest.raises(ConfigError, match="holds openvla, not pi05"):
         read_pi05_sizes(CheckpointFiles(OFT))
@@ -419,7 +412,6 @@ def test_golden_folders_are_told_apart() -> None:
         read_oft_config(PI05, CheckpointFiles(PI05), {})
 
 
-@needs_golden
 def test_golden_weights_are_readable_by_name() -> None:
     files = CheckpointFiles(OFT)
     for shard in OFT.glob("model-*.safetensors"):
