@@ -85,7 +85,7 @@ def run(config: Config, stop_request: StopRequest) -> int:
     foresee = getattr(environment_class(config.env.name), "expected_action_dim", None)
     check_policy(config.model, tuple(config.env.cameras), foresee(**arguments) if foresee else None)
     logs, resume_from = _open_run(config, world)
-    reporter = Reporter(config, world, logs)
+    reporter = Reporter(config, world)
     try:
         with reporter:
             outcome = _run_lanes(config, world, stop_request, reporter, logs, resume_from)
@@ -142,7 +142,9 @@ def _policy_identity(config: Config) -> dict[str, Any]:
 
 def _require_same_policy(config: Config, folder: Path) -> None:
     """Refuse to resume from the checkpoint of another policy, before anything of the old run is touched."""
-    saved = checkpoint.read_train_state(folder)["policy"]
+    saved = checkpoint.read_train_state(folder).get("policy")
+    if saved is None:
+        raise ConfigError(f"the checkpoint to resume from ({folder}) is of an older version of this program")
     for key, value in _policy_identity(config).items():
         if saved.get(key, value) != value:
             raise ConfigError(f"{key}={value}, but the checkpoint to resume from ({folder}) was made with {saved[key]}")

@@ -87,3 +87,10 @@ def test_a_checkpoint_of_the_original_trains_in_maniskill_and_comes_back_in_its_
     assert changed
     dead = ("attn_pool", "gemma_expert.lm_head")
     assert not [key for key in changed if any(part in key for part in dead)]
+
+
+def test_compiled_layers_run_in_both_lanes(tmp_path):
+    compiled = ("runtime.compile_inference=true", "runtime.compile_learner=true")
+    run = train(tmp_path, *PICTURES, "model=openvla_oft_nano", *compiled, "algo.num_steps=1")
+    assert run.code == 0, run.output
+    assert run.summary["logprob_gap_max"] < 1e-4

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from dvla.config import ConfigError, ModelConfig
 from dvla.envs.protocol import EnvSpec
 from dvla.models.export import write_policy
-from dvla.models.lora import merged_weights
+from dvla.models.lora import merged_reader
 from dvla.models.openvla_oft import prompt_text
 from dvla.models.policy import Observation
 from dvla.models.policy_source import check_policy, prepare_policy
@@ -142,8 +142,8 @@ def test_merged_adapters_act_as_they_did_beside_the_weights(name, tokenizer, tmp
     with torch.no_grad():
         logprobs, _ = merged(observation(), trained.record)
     # what is merged is rounded to the dtype of the checkpoint, bfloat16 for OpenVLA-OFT
-    rounded = {key: value.to(torch.bfloat16).float() for key, value in merged_weights(policy).items()}
-    plain.load_state_dict(rounded if name == "openvla_oft" else merged_weights(policy))
+    read, dtype = merged_reader(policy), torch.bfloat16 if name == "openvla_oft" else torch.float32
+    plain.load_state_dict({key: read(key).to(dtype).float() for key, _ in plain.named_parameters()})
     with torch.no_grad():
         expected, _ = plain(observation(), trained.record)
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)

@@ -232,32 +232,5 @@ def write_safetensors(
         temporary.unlink(missing_ok=True)
 
 
-def write_sharded(
-    folder: Path,
-    tensors: Sequence[TensorPlan],
-    read: Callable[[str], Tensor],
-    shard_of: Mapping[str, str],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write the weights of a checkpoint, shard after shard, and their index unless ``model.safetensors`` holds all.
-
-    Args:
-        folder: An existing folder.
-        tensors: What it will hold; the order is kept within a shard.
-        read: Gives the tensor of a name; called once for each.
-        shard_of: File name for each name.
-        metadata: Free text to go with every shard; by default what transformers asks for.
-    """
-    shards: dict[str, list[TensorPlan]] = {}
-    for plan in tensors:
-        shards.setdefault(shard_of[plan[0]], []).append(plan)
-    for shard, plans in shards.items():
-        write_safetensors(folder / shard, plans, read, {"format": "pt"} if metadata is None else metadata)
-    if set(shards) != {SINGLE_FILE}:
-        total = sum(_num_bytes(dtype, shape) for _, dtype, shape in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": {name: shard_of[name] for name, _, _ in tensors}}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
 def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * torch.Size(shape).numel()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from dvla.config import ConfigError, ModelConfig
 from dvla.models.checkpoint import NOISE_HEAD, open_checkpoint
-from dvla.models.checkpoint_files import INDEX_FILE, SINGLE_FILE, CheckpointFiles, write_safetensors, write_sharded
-from dvla.models.lora import merged_weights
+from dvla.models.checkpoint_files import INDEX_FILE, SINGLE_FILE, CheckpointFiles, TensorPlan, write_safetensors
+from dvla.models.lora import canonical_name, is_new, merged_reader
 from dvla.models.openvla_oft_weights import oft_weight_map
 from dvla.models.pi05_weights import pi05_weight_map
-from dvla.models.weight_map import WeightMap, export_tensor
+from dvla.models.weight_map import WeightMap, export_tensor, source_shapes
 
 PROPRIO = "proprio_projector."
+_Read = Callable[[str], Tensor]
 
 
 def write_policy(policy: Any, model: ModelConfig, out: Path) -> None:
@@ -36,28 +38,29 @@ def write_policy(policy: Any, model: ModelConfig, out: Path) -> None:
     """
     if model.name not in ("openvla_oft", "pi05"):
         raise ConfigError(f"model.name={model.name} has no layout of another tool to be written in")
-    weights = merged_weights(policy)
+    read_parameter = merged_reader(policy)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     temporary.chmod(0o755)
-    if model.checkpoint is not None:
-        opened = open_checkpoint(model, with_tokenizer=False)
-        _write_like(opened.files, opened.weight_map, weights, Path(model.checkpoint).expanduser(), temporary)
-    else:
-        _write_new(policy, model.name, weights, temporary)
-    if getattr(policy, "noise_head", None) is not None:
-        names = [name for name in weights if name.startswith("noise_head.")]
-        described = [(name, weights[name].dtype, tuple(weights[name].shape)) for name in names]
-        write_safetensors(temporary / NOISE_HEAD, described, weights.__getitem__, None)
-    temporary.rename(out)
+    try:
+        if model.checkpoint is not None:
+            opened = open_checkpoint(model, with_tokenizer=False)
+            _write_like(opened.files, opened.weight_map, read_parameter, temporary)
+        else:
+            _write_new(policy, model.name, read_parameter, temporary)
+        head = {name: p for name, p in policy.named_parameters() if name.startswith("noise_head.")}
+        if head:
+            described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in head.items()]
+            write_safetensors(temporary / NOISE_HEAD, described, head.__getitem__)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_like(
-    files: CheckpointFiles, weight_map: WeightMap, weights: dict[str, Tensor], folder: Path, out: Path
-) -> None:
+def _write_like(files: CheckpointFiles, weight_map: WeightMap, read_parameter: _Read, out: Path) -> None:
     """Write every tensor of `files` under its name, in its dtype, to a file of its name; copy what is no weights."""
-    read = _reader(weight_map, weights, files)
-    by_file: dict[Path, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
+    read = _reader(weight_map, read_parameter, files)
+    by_file: dict[Path, list[TensorPlan]] = {}
     for name, info in files.tensors.items():
         by_file.setdefault(info.file, []).append((name, info.dtype, info.shape))
     for path, tensors in by_file.items():
@@ -66,7 +69,7 @@ def _write_like(
         else:
             write_safetensors(out / path.name, tensors, read, files.metadata)
     written = {path.name for path in by_file}
-    for path in folder.iterdir():
+    for path in files.folder.iterdir():
         # Weights that were not read (shards beside a whole file) would stay untrained.
         is_weights = path.match("model*.safetensors*") and not (path.name == INDEX_FILE and SINGLE_FILE not in written)
         if path.name not in written and path.name != NOISE_HEAD and not is_weights:
@@ -75,13 +78,13 @@ def _write_like(
 
 def _write_projector(source: Path, target: Path, tensors: dict[str, Tensor]) -> None:
     if target.suffix == ".safetensors":
-        write_safetensors(target, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__, None)
+        write_safetensors(target, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__)
     else:
         names = torch.load(source, weights_only=True, map_location="meta")
         torch.save({name: tensors[name.removeprefix("module.")] for name in names}, target)
 
 
-def _write_new(policy: Any, name: str, weights: dict[str, Tensor], out: Path) -> None:
+def _write_new(policy: Any, name: str, read_parameter: _Read, out: Path) -> None:
     """Write a policy that began with random weights; the names and the order are those of the original's own files."""
     config = policy.config
     options = dataclasses.asdict(config)
@@ -140,27 +143,28 @@ def _write_new(policy: Any, name: str, weights: dict[str, Tensor], out: Path) ->
                 },
             },
         }
-    read = _reader(weight_map, weights, None)
+    read = _reader(weight_map, read_parameter, None)
+    parameters = {canonical_name(n): tuple(p.shape) for n, p in policy.named_parameters() if not is_new(n)}
+    shapes = source_shapes(weight_map, parameters) | dict(weight_map.dead)
     names = [rule.sources[0] for rule in weight_map.rules] + list(weight_map.dead)
-    tensors = [(source, torch.float32, tuple(read(source).shape)) for source in names]
+    tensors: list[TensorPlan] = [(source, torch.float32, tuple(shapes[source])) for source in names]
     projector = [entry for entry in tensors if entry[0].startswith(PROPRIO)]
     if projector:
         _write_projector(
             out, out / "proprio_projector.safetensors", {n.removeprefix(PROPRIO): read(n) for n, *_ in projector}
         )
     main = [entry for entry in tensors if entry not in projector]
-    write_sharded(out, main, read, {entry[0]: "model.safetensors" for entry in main})
+    write_safetensors(out / SINGLE_FILE, main, read, {"format": "pt"})
     (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     policy.tokenizer.save(out)
 
 
-def _reader(weight_map: WeightMap, weights: dict[str, Tensor], files: CheckpointFiles | None) -> Any:
+def _reader(weight_map: WeightMap, read_parameter: _Read, files: CheckpointFiles | None) -> _Read:
     """A function from a checkpoint's tensor name to the tensor, in the dtype it has there."""
-    rules = {source: rule for rule in weight_map.rules for source in rule.sources}
 
     def read(name: str) -> Tensor:
-        if name in rules:
-            tensor = export_tensor(weight_map, name, weights.__getitem__)
+        if name in weight_map.rule_of:
+            tensor = export_tensor(weight_map, name, read_parameter)
             return tensor if files is None else tensor.to(files.tensors[name].dtype)
         # A tensor that no computation reads: as it was, or zero where there was none.
         return torch.zeros(weight_map.dead[name]) if files is None else files.read(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -74,14 +74,21 @@ def initialise_new(parameters: Mapping[str, Tensor], seed: int) -> None:
         fill_parameter(parameter, full)
 
 
-def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
-    """Parameters by canonical name, adapters added to the weights they stand beside; only those are new tensors."""
+def merged_reader(policy: nn.Module) -> Callable[[str], Tensor]:
+    """A function from a canonical name to the parameter, with the adapter that stands beside it added.
+
+    Merging happens when a tensor is asked for: all at once would be a second copy of most of the model.
+    """
     weights = {
         canonical_name(name): parameter.detach()
         for name, parameter in policy.named_parameters()
         if ".lora_" not in name
     }
-    for name, layer in policy.named_modules():
-        if isinstance(layer, Linear):
-            weights[f"{name}.weight"] = weights[f"{name}.weight"] + layer.get_delta_weight("default").detach()
-    return weights
+    adapted = {f"{name}.weight": layer for name, layer in policy.named_modules() if isinstance(layer, Linear)}
+
+    def read(name: str) -> Tensor:
+        if name not in adapted:
+            return weights[name]
+        return weights[name] + adapted[name].get_delta_weight("default").detach()
+
+    return read

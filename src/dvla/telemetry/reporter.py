@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
@@ -32,10 +31,9 @@ class Reporter:
     Args:
         config: The run.
         world: This rank.
-        logs: Folder of this attempt's logs.
     """
 
-    def __init__(self, config: Config, world: World, logs: Path) -> None:
+    def __init__(self, config: Config, world: World) -> None:
         self._config, self._world, self._folder = config, world, config.run.folder
         is_shown = config.telemetry.console and world.is_main
         self._console = Console(is_shown, config.algo.num_steps, title=config.run.name)
