@@ -26,4 +26,5 @@ def leaves_nothing():
     new = [process for process in new if not any("multiprocessing" in word for word in process.cmdline())]
     _, alive = psutil.wait_procs(new, timeout=5)
     assert not alive, f"left running: {alive}"
-    assert set(os.listdir("/dev/shm")) <= before
+    # sem.mp-*: Python's multiprocessing, which others on this machine may use and which clears up behind itself
+    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} <= before

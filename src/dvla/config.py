@@ -90,6 +90,25 @@ class RewardMode(Enum):
     """The simulator's shaped reward, scaled to at most 1 a step."""
 
 
+class Meshes(Enum):
+    """What simulators draw; physics is the same."""
+
+    full = "full"
+    """The simulator's own meshes."""
+    light = "light"
+    """Decimated ones: several times faster to draw without a GPU, and nearly the same picture."""
+
+
+class TaskSampling(Enum):
+    """Which task the next group plays, where there are several."""
+
+    uniform = "uniform"
+    in_order = "in_order"
+    """In the suite's order, again and again."""
+    failure_rate = "failure_rate"
+    """The less a task succeeds, the more often it is played."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
     """Where a run lives on disk."""
@@ -104,6 +123,9 @@ class RunConfig:
     """Optimiser steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 2
     """Complete checkpoints to keep, newest first."""
+    eval_every: int | None = None
+    """Optimiser steps between evaluations (as `evaluation` says), while training goes on; null never evaluates. The
+    evaluations before the first and after the last step have the simulators to themselves."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -113,6 +135,7 @@ class RunConfig:
         )
         _require(self.checkpoint_every >= 1, "run.checkpoint_every must be at least 1")
         _require(self.keep_checkpoints >= 1, "run.keep_checkpoints must be at least 1")
+        _require(self.eval_every is None or self.eval_every >= 1, "run.eval_every must be at least 1, or null")
 
     @property
     def folder(self) -> Path:
@@ -148,6 +171,36 @@ class EnvConfig:
             f"env.image_size={list(self.image_size)}: height and width must be at least 1 pixel",
         )
         _require(len(set(self.cameras)) == len(self.cameras), "env.cameras names a camera twice")
+
+
+@dataclass(kw_only=True, slots=True)
+class RenderConfig:
+    """How simulators draw."""
+
+    meshes: Meshes = Meshes.full
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationConfig:
+    """Which episodes an evaluation plays, and how."""
+
+    episodes_per_task: int | None = None
+    """Initial states of each task; null takes all that the simulator lists (LIBERO: 50), else 50."""
+    seed: int = 1_000_000
+    """Seed of every task's first initial state; the others follow. Simulators with a list take it from its beginning."""
+    greedy: bool = True
+    """Take the policy's likeliest actions instead of exploring."""
+    videos_per_task: int = 0
+    """Episodes of each task to record as H.264 videos."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(
+            self.episodes_per_task is None or self.episodes_per_task >= 1,
+            "evaluation.episodes_per_task must be at least 1, or null",
+        )
+        _require(0 <= self.seed < 2**31, "evaluation.seed must lie between 0 and 2^31 - 1")
+        _require(self.videos_per_task >= 0, "evaluation.videos_per_task must be at least 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,6 +252,7 @@ class AlgoConfig:
     """Optimiser steps of the whole run."""
     update_epochs: int = 1
     """Optimiser steps taken on each batch."""
+    task_sampling: TaskSampling = TaskSampling.uniform
     max_staleness: int = 1
     """Batches by which the weights that sampled may be older than those that train; 0 is on-policy."""
     objective: Objective = Objective.decoupled
@@ -296,6 +350,10 @@ class RuntimeConfig:
     """Seconds a lane waits for another before the run stops and says who waited for what."""
     setup_timeout_s: float = 600.0
     """Seconds for the simulators to start."""
+    step_timeout_s: float = 120.0
+    """Seconds one control step, picture or reset of a simulator may take before its worker is replaced."""
+    max_worker_failures: int = 3
+    """Failures in a row of the simulators of one task that are made good; one more ends the run."""
     collective_timeout_s: float = 3600.0
     """Seconds a collective may take before its group gives up."""
 
@@ -321,7 +379,8 @@ class RuntimeConfig:
         _require(
             self.torch_threads is None or self.torch_threads >= 1, "runtime.torch_threads must be at least 1, or null"
         )
-        for key in ("wait_timeout_s", "setup_timeout_s", "collective_timeout_s"):
+        _require(self.max_worker_failures >= 0, "runtime.max_worker_failures must be at least 0")
+        for key in ("wait_timeout_s", "setup_timeout_s", "step_timeout_s", "collective_timeout_s"):
             _require(getattr(self, key) > 0, f"runtime.{key} must be above 0")
 
 
@@ -347,7 +406,9 @@ class Config:
     """`none`, `auto` (go on from the run's last complete checkpoint, if there is one), or the path of a checkpoint."""
     run: RunConfig = field(default_factory=RunConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    render: RenderConfig = field(default_factory=RenderConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -404,11 +465,26 @@ class Config:
         window = (self.algo.max_staleness + 1) * batch
         slots = window if self.runtime.num_slots is None else min(window, self.runtime.num_slots)
         _require(
+            self.runtime.num_workers <= slots,
+            f"runtime.num_workers={self.runtime.num_workers} processes for {slots} episode slots a rank: some would "
+            "never have an episode; lower it, or raise runtime.num_slots, algo.groups_per_step or algo.max_staleness",
+        )
+        _require(
             self.algo.update_epochs == 1 or slots >= batch,
             f"algo.update_epochs={self.algo.update_epochs} keeps a whole batch in its slots: runtime.num_slots must be "
             f"at least {batch}",
         )
         return slots
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateConfig(Config):
+    """What `dvla.evaluate` takes."""
+
+    checkpoint: str | None = None
+    """A ``step_NNNNNN`` folder of a run, or its link ``latest``; null evaluates the weights the model begins with."""
+    out: str | None = None
+    """A new folder for the results; null for one in ``evaluations/`` of the run."""
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -452,7 +528,8 @@ def load(composed: DictConfig) -> Config:
 
 
 def register() -> None:
-    """Give Hydra the schema of the whole config under the name ``base_config``; entry points call it once."""
+    """Give Hydra the schemas ``base_config`` and ``evaluate_config``; entry points call it once."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="base_config", node=Config)
+    ConfigStore.instance().store(name="evaluate_config", node=EvaluateConfig)

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
-import yaml
 
-from dvla.config import ConfigError, load, register
-from dvla.train import CONFIG_FOLDER
+from dvla.config import ConfigError, register
+from dvla.entry import CONFIG_FOLDER
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,32 +32,18 @@ def export(checkpoint: Path, out: Path) -> None:
     Raises:
         ConfigError: The checkpoint is torn or not of a run, or `out` exists.
     """
-    from omegaconf import OmegaConf
-
     from dvla.envs.protocol import EnvSpec
     from dvla.models.export import write_policy
-    from dvla.models.policy_source import prepare_policy
-    from dvla.runtime.checkpoint import fault_of, load_plain, read_train_state
+    from dvla.models.trained import as_config, run_config, trained_policy
+    from dvla.runtime.checkpoint import read_train_state
 
-    checkpoint = checkpoint.resolve()
-    fault = fault_of(checkpoint)
-    if fault:
-        raise ConfigError(f"checkpoint={checkpoint}: no complete checkpoint ({fault})")
+    config = as_config(run_config(checkpoint))
     if out.exists():
         raise ConfigError(f"out={out} exists: give a new folder")
-    settings = checkpoint.parents[1] / "config.yaml"
-    if not settings.is_file():
-        raise ConfigError(f"checkpoint={checkpoint}: {settings} is missing: the folder must lie in its run")
-    config = load(OmegaConf.create(yaml.safe_load(settings.read_text())))
-    saved: dict[str, Any] = read_train_state(checkpoint)["env_spec"]
+    saved: dict[str, Any] = read_train_state(checkpoint.resolve())["env_spec"]
     fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
-    spec = EnvSpec(**fields)
-    source = prepare_policy(config.model, spec=spec, seed=config.seed)
-    if source.load is not None:
-        source.policy.to_empty(device="cpu")
-        source.load(source.policy)
-    load_plain(checkpoint, source.policy)
-    write_policy(source.policy, config.model, out)
+    policy = trained_policy(config.model, spec=EnvSpec(**fields), seed=config.seed, checkpoint=checkpoint)
+    write_policy(policy, config.model, out)
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from dvla.config import ConfigError, ModelConfig, Precision
+from dvla.entry import CONFIG_FOLDER
 from dvla.envs.protocol import EnvSpec
 from dvla.models.policy import Observation
 from dvla.models.policy_source import prepare_policy
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.planes.manifest import make_manifest
-from dvla.train import CONFIG_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from dvla.config import Config, ConfigError, Schedule, config_hash, to_plain
-from dvla.envs.pool import WorkerPool
-from dvla.envs.registry import environment_arguments, environment_class
+from dvla.envs.registry import expected_action_dim
+from dvla.envs.simulators import open_simulators
+from dvla.lanes.evaluation_episodes import EvaluationEpisodes, evaluation_tickets, states_of_tasks
 from dvla.lanes.grpo import GrpoLane
 from dvla.lanes.inference import InferenceLane
 from dvla.lanes.lane import ErrorBoard, Lane
@@ -33,16 +33,17 @@ from dvla.lanes.learner import Learner
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.param_dist import ParamDistLane
 from dvla.lanes.sampling import SamplingLane
+from dvla.lanes.training_groups import TrainingGroups
 from dvla.models.policy_source import check_policy, prepare_policy
 from dvla.models.sharding import COMPUTE_DTYPE
+from dvla.planes.data_plane import make_data_plane
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
 from dvla.planes.semaphore import StopFlag, Stopped
-from dvla.planes.slots import create_memory, layout_bytes, map_memory, slot_arrays, slot_layout
 from dvla.planes.tickets import TicketBook
 from dvla.planes.weights import HostBuffers, Replica
 from dvla.runtime import checkpoint, run_folder
-from dvla.runtime.device import compute_threads, finish_copies, pin, unpin
+from dvla.runtime.device import compute_threads, finish_copies
 from dvla.runtime.failure import describe, first_failure
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.lane_clock import LaneClock
@@ -53,8 +54,6 @@ from dvla.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import numpy as np
 
     from dvla.envs.protocol import EnvSpec
     from dvla.runtime.stop_request import StopRequest
@@ -81,9 +80,7 @@ def run(config: Config, stop_request: StopRequest) -> int:
     require_same(world, "configuration", config_hash(config))
     # What cannot work is refused before anything is written or started.
     config.slots_per_rank(world.world_size)
-    arguments = environment_arguments(config.env)
-    foresee = getattr(environment_class(config.env.name), "expected_action_dim", None)
-    check_policy(config.model, tuple(config.env.cameras), foresee(**arguments) if foresee else None)
+    check_policy(config.model, tuple(config.env.cameras), expected_action_dim(config.env, config.render))
     logs, resume_from = _open_run(config, world)
     reporter = Reporter(config, world)
     try:
@@ -150,33 +147,6 @@ def _require_same_policy(config: Config, folder: Path) -> None:
             raise ConfigError(f"{key}={value}, but the checkpoint to resume from ({folder}) was made with {saved[key]}")
 
 
-@dataclass(slots=True)
-class _DataPlane:
-    """The slot memory of this rank."""
-
-    memory: np.ndarray
-    arrays: dict[str, np.ndarray]
-
-
-def _make_data_plane(config: Config, world: World, spec: EnvSpec, policy: Any, pool: WorkerPool) -> _DataPlane:
-    """Allocate the episode slots and hand them to the workers."""
-    layout = slot_layout(
-        spec,
-        num_slots=config.slots_per_rank(world.world_size),
-        max_decisions=config.max_decisions,
-        num_action_chunks=config.model.num_action_chunks,
-        record={
-            name: (field.shape, str(field.dtype).removeprefix("torch.")) for name, field in policy.record_spec.items()
-        },
-    )
-    descriptor = create_memory("dvla-slots", layout_bytes(layout))
-    memory = map_memory(descriptor, layout_bytes(layout))
-    pool.attach(descriptor, layout)
-    os.close(descriptor)
-    pin(memory, world.device)
-    return _DataPlane(memory, slot_arrays(memory, layout))
-
-
 def _run_lanes(
     config: Config, world: World, stop_request: StopRequest, reporter: Reporter, logs: Path, resume_from: Path | None
 ) -> str:
@@ -186,13 +156,8 @@ def _run_lanes(
         f"starting simulators of {config.env.name}: {runtime.num_envs} a rank, "
         f"in {runtime.num_workers} worker process{'es' * (runtime.num_workers > 1)}"
     )
-    pool = WorkerPool(
-        config.env,
-        num_envs=runtime.num_envs,
-        num_workers=runtime.num_workers,
-        logs=logs,
-        timeout_s=runtime.setup_timeout_s,
-        title=f"dvla:r{world.rank}",
+    pool = open_simulators(
+        config, world.device, logs=logs, title=f"dvla:r{world.rank}", videos=config.run.folder / "videos"
     )
     with pool:
         spec = pool.spec()
@@ -212,7 +177,8 @@ def _run_lanes(
             from dvla.models.compute_options import compile_layers  # imports transformers, which not every model needs
 
             compile_layers(replica.policy)
-        data = _make_data_plane(config, world, spec, policy, pool)
+        num_slots = config.slots_per_rank(world.world_size)
+        data = make_data_plane(config, spec, policy.record_spec, pool, world.device, num_slots=num_slots)
         if source.load is None:
             policy = policy.to(world.device)
         learner = Learner(policy, world, algo, runtime, frozen=source.frozen, load=source.load)
@@ -224,25 +190,35 @@ def _run_lanes(
             policy_version, saved_version = _resume(config, world, resume_from, learner, book, reporter)
 
         stop = StopFlag()
+        num_states = states_of_tasks(spec, config.evaluation.episodes_per_task)
+        tickets = evaluation_tickets(spec, config.evaluation, rank=world.rank, world_size=world.world_size)
         meet = MeetingPoints.create(
             num_envs=runtime.num_envs,
-            num_slots=config.slots_per_rank(world.world_size),
+            num_slots=num_slots,
             stop=stop,
             timeout_s=runtime.wait_timeout_s,
+            num_evaluation_episodes=len(tickets),
         )
-        slots = SlotTensors(data.arrays, world.device)
+        slots = SlotTensors(data.tensors, world.device)
 
         tracer = Tracer(world.rank, config.telemetry.trace)
         clocks = {name: LaneClock() for name in LANES}
         sampling = SamplingLane(
             pool=pool,
-            slots=data.arrays,
-            book=book,
+            sources=[
+                EvaluationEpisodes(tickets, slots=data.arrays, meet=meet),
+                TrainingGroups(
+                    slots=data.arrays,
+                    book=book,
+                    meet=meet,
+                    group_size=algo.group_size,
+                    update_epochs=algo.update_epochs,
+                ),
+            ],
             meet=meet,
             stop=stop,
             num_envs=runtime.num_envs,
-            group_size=algo.group_size,
-            update_epochs=algo.update_epochs,
+            max_worker_failures=runtime.max_worker_failures,
             wait_timeout_s=runtime.wait_timeout_s,
             clock=clocks["sampling"],
             tracer=tracer.for_lane("sampling"),
@@ -285,6 +261,9 @@ def _run_lanes(
             policy_version=policy_version,
             saved_version=saved_version,
             on_step=reporter.step,
+            on_evaluation=reporter.evaluation,
+            evaluated_states=num_states,
+            num_own_episodes=len(tickets),
             save=_saver(config, world, spec, learner, reporter),
             clock=clocks["grpo"],
             tracer=tracer.for_lane("grpo"),
@@ -293,7 +272,7 @@ def _run_lanes(
             clocks=clocks,
             sync_seconds=param_dist.sync_seconds,
             weight_bytes=manifest.num_bytes,
-            num_slots=config.slots_per_rank(world.world_size),
+            num_slots=num_slots,
             num_free_slots=lambda: len(meet.slots_free),
             policy_version=policy_version,
         )
@@ -308,7 +287,7 @@ def _run_lanes(
             if config.telemetry.trace:
                 tracer.write(config.run.folder / "traces" / f"rank{world.rank:05d}.json")
             host.close()
-            unpin(data.memory, world.device)
+            data.close()
         assert grpo.outcome is not None
         return grpo.outcome
 
@@ -323,6 +302,7 @@ def _make_book(config: Config, world: World, *, num_tasks: int) -> TicketBook:
         max_staleness=config.algo.max_staleness,
         num_tasks=num_tasks,
         num_batches=config.num_batches,
+        task_sampling=config.algo.task_sampling.name,
     )
 
 
@@ -338,7 +318,7 @@ def _resume(
     checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, group=world.control_pg)
     state = checkpoint.read_train_state(folder)
     version: int = state["policy_version"]
-    book.restore(next_group=_next_group(state["next_groups"], world), batches_done=version // config.algo.update_epochs)
+    book.restore(**_cursor(state["cursors"], world), batches_done=version // config.algo.update_epochs)
     reporter.restore(state["report"])
     if world.is_main:
         checkpoint.take_back(config.checkpoints, version)
@@ -347,12 +327,12 @@ def _resume(
 
 def _saver(
     config: Config, world: World, spec: EnvSpec, learner: Learner, reporter: Reporter
-) -> Callable[[int, int], None]:
-    """What the grpo lane calls to save version `policy_version`, from which the rank goes on with `next_group`."""
+) -> Callable[[int, dict[str, Any]], None]:
+    """What the grpo lane calls to save version `policy_version`, from which the rank's groups go on at `cursor`."""
 
-    def save(policy_version: int, next_group: int) -> None:
-        next_groups: list[int] = [0] * world.world_size
-        dist.all_gather_object(next_groups, next_group, group=world.control_pg)
+    def save(policy_version: int, cursor: dict[str, Any]) -> None:
+        cursors: list[dict[str, Any]] = [{}] * world.world_size
+        dist.all_gather_object(cursors, cursor, group=world.control_pg)
         checkpoint.save(
             config.checkpoints,
             policy_version=policy_version,
@@ -360,7 +340,7 @@ def _saver(
             optimizer=learner.optimizer,
             train_state={
                 "policy_version": policy_version,
-                "next_groups": next_groups,
+                "cursors": cursors,
                 "report": reporter.state(),
                 "env_spec": asdict(spec),
                 "policy": _policy_identity(config),
@@ -372,9 +352,11 @@ def _saver(
     return save
 
 
-def _next_group(saved: list[int], world: World) -> int:
-    """Where this rank's group numbers go on: where they were, or past all of them when the number of ranks changed."""
-    return saved[world.rank] if len(saved) == world.world_size else max(saved) + world.rank
+def _cursor(saved: list[dict[str, Any]], world: World) -> dict[str, Any]:
+    """Where this rank's groups go on: where they were, or past all of them when the number of ranks changed."""
+    if len(saved) == world.world_size:
+        return saved[world.rank]
+    return saved[0] | {"next_group": max(cursor["next_group"] for cursor in saved) + world.rank}
 
 
 def _run_overlapped(lanes: list[Lane], meet: MeetingPoints, stop: StopFlag) -> None:
@@ -418,7 +400,7 @@ def _run_serial(grpo: GrpoLane, param_dist: ParamDistLane, inference: InferenceL
                 inference.step_all()
 
     grpo.after_publish = distribute
-    grpo.wait_for_group = sample
+    grpo.wait_for = lambda _: sample()
     with contextlib.suppress(Stopped), grpo.clock.busy():
         while True:
             grpo.step()

@@ -102,17 +102,20 @@ def test_a_disk_that_cannot_be_written(tmp_path):
     assert "run.root" in error_lines(run)[0]
 
 
-def test_a_dead_worker_ends_the_run_with_its_name(tmp_path):
-    process = start(tmp_path, *QUICK, "algo.num_steps=100000")
-    wait_for_step(process, tmp_path / "test", 2)
-    victim_rank = ranks_of(process)[1]
-    (worker,) = victim_rank.children()
-    worker.kill()
-    run = finish(process, tmp_path)
+def test_a_simulator_that_always_fails_ends_the_run_with_its_task_and_cause(tmp_path):
+    run = train(
+        tmp_path,
+        *QUICK,
+        "env.name=counting_env:CountingEnv",
+        "+env.options.disaster='raise step 3'",
+        "runtime.max_worker_failures=2",
+    )
     assert run.code != 0
-    assert any("rank 1" in line and "worker 0" in line and "signal 9" in line for line in error_lines(run)), run.output
+    (line,) = [line for line in error_lines(run) if "in a row" in line][:1]
+    assert "3 simulator workers failed in a row (task 0, initial state" in line
+    assert "ValueError: the arm fell off" in line
     assert run.summary["exit"] == "failed"
-    assert "worker 0" in run.summary["error"]
+    assert "the arm fell off" in run.summary["error"]
 
 
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "torchrun"])

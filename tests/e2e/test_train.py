@@ -249,3 +249,58 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path):
     assert [line["policy_version"] for line in run.metrics] == [1, 2, 3, 4]
     state = json.loads((run.folder / "checkpoints" / "step_000004" / "train_state.json").read_text())
     assert state["policy_version"] == 4
+
+
+def test_a_killed_worker_is_replaced_and_changes_nothing(tmp_path):
+    """In the serial schedule every number of the run is the same as without the disaster."""
+    counting = (
+        *QUICK,
+        "env.name=counting_env:CountingEnv",
+        "+env.options.num_tasks=2",
+        "algo.filter_zero_signal=false",
+        "runtime.schedule=serial",
+        "runtime.num_workers=2",
+        "algo.max_staleness=0",
+        "algo.num_steps=3",
+    )
+    calm = train(tmp_path / "calm", *counting)
+    marker = tmp_path / "struck"
+    killed = train(
+        tmp_path / "killed", *counting, "+env.options.disaster='kill step 40'", f"+env.options.marker={marker}"
+    )
+    assert marker.exists()
+    assert (calm.code, killed.code) == (0, 0), killed.output
+    assert (calm.summary["worker_restarts"], killed.summary["worker_restarts"]) == (0, 1)
+    numbers, wanted = without_times(killed.metrics), without_times(calm.metrics)
+    assert sum(line.pop("rollout/worker_restarts") for line in numbers) == 1
+    assert sum(line.pop("rollout/worker_restarts") for line in wanted) == 0
+    assert numbers == wanted
+    assert calm.summary["episodes"] == killed.summary["episodes"] == 48
+
+
+def test_evaluation_goes_on_beside_training(tmp_path):
+    run = train(
+        tmp_path,
+        *QUICK,
+        "algo.num_steps=8",
+        "algo.update_epochs=2",
+        "run.eval_every=3",
+        "evaluation.episodes_per_task=7",
+        "env.cameras=[top]",
+        "evaluation.videos_per_task=1",
+    )
+    assert run.code == 0, run.output
+    rounds = [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
+    versions = [line["policy_version"] for line in rounds]
+    assert versions[0] == 0
+    assert versions[-1] == 8
+    assert set(versions) <= {0, 4, 6, 8}
+    for line in rounds:
+        assert line["eval/version"] == line["policy_version"] <= line["eval/newest_version"]
+    assert all(line["eval/version"] == line["eval/newest_version"] for line in (rounds[0], rounds[-1]))
+    assert run.summary["eval_success_before"] == rounds[0]["eval/success_rate"]
+    assert run.summary["eval_success_after"] == rounds[-1]["eval/success_rate"]
+    assert (run.folder / "videos" / "step_000008").is_dir()
+    assert run.summary["groups"] - run.summary["groups_dropped"] == 4 * 4
+    patterns = documented()
+    assert all(any(pattern.fullmatch(tag) for pattern in patterns) for tag in rounds[0] if tag != "policy_version")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from gymnasium.spaces import Box
 from dvla.envs import light_meshes
 from dvla.envs.errors import EnvironmentSetupError, SimulationError
 from dvla.envs.light_meshes import light_mesh
-from dvla.envs.maniskill import ManiSkillEnv, _action_ranges
+from dvla.envs.maniskill import ManiSkillEnv
+from dvla.envs.maniskill_batch import ManiSkillBatchEnv, action_ranges
+from dvla.envs.maniskill_setup import equal_scenes, limits_in_batches
 from dvla.envs.protocol import Environment
 
 
@@ -70,7 +73,7 @@ def part(env, name):
 
 
 def simulator_state(env):
-    return env._simulator.get_state()[0].numpy().copy()
+    return env._batch._simulator.get_state()[0].numpy().copy()
 
 
 def play(env, seed, steps=12):
@@ -186,7 +189,7 @@ def test_without_cameras_nothing_is_rendered_and_physics_is_the_same(make):
     one, other = play(blind, 5), play(seeing, 5)
     assert one[:3] == other[:3]
     assert np.array_equal(one[3][1], other[3][1])
-    assert not blind._simulator.scene.can_render()
+    assert not blind._batch._simulator.scene.can_render()
     assert blind.spec.cameras == ()
     assert blind.spec.image_size == (0, 0)
 
@@ -209,7 +212,7 @@ def test_the_shortcut_past_the_reflectance_table_does_not_show(make, monkeypatch
 
 def test_light_meshes_are_light_also_in_rebuilt_scenes(make):
     def triangles(env):
-        bodies = env._simulator.scene.sub_scenes[0].render_system.render_bodies
+        bodies = env._batch._simulator.scene.sub_scenes[0].render_system.render_bodies
         return sum(
             len(mesh.triangles)
             for body in bodies
@@ -221,7 +224,7 @@ def test_light_meshes_are_light_also_in_rebuilt_scenes(make):
     env = make("PegInsertionSide-v1")  # builds its scene anew at every reset
     env.reset(0, 0)
     assert 3_000 < triangles(env) < 20_000
-    assert list(env._simulator.scene.sensors) == ["base_camera"]
+    assert list(env._batch._simulator.scene.sensors) == ["base_camera"]
     assert triangles(make(meshes="full")) > 100_000
 
 
@@ -295,14 +298,14 @@ def test_the_cache_folder_is_where_users_expect_it(monkeypatch):
 def test_hidden_goals_are_in_the_state(make):
     env = make("PickCube-v1")
     env.reset(0, 1)
-    assert np.array_equal(part(env, "goal_pos"), env._simulator.goal_site.pose.p[0].numpy())
+    assert np.array_equal(part(env, "goal_pos"), env._batch._simulator.goal_site.pose.p[0].numpy())
     goal = part(env, "goal_pos")
     env.reset(0, 2)
     assert not np.array_equal(goal, part(env, "goal_pos"))
     assert not any("obj" in name or "cube" in name for name, _ in env.state_layout)
     both = make("TwoRobotPickCube-v1", cameras=())  # does not tell its goal by itself
     both.reset(0, 1)
-    assert np.array_equal(part(both, "goal_site_pos"), both._simulator.goal_site.pose.p[0].numpy())
+    assert np.array_equal(part(both, "goal_site_pos"), both._batch._simulator.goal_site.pose.p[0].numpy())
 
 
 def test_the_privileged_state_knows_the_cube_and_changes_nothing_else(make):
@@ -310,7 +313,7 @@ def test_the_privileged_state_knows_the_cube_and_changes_nothing_else(make):
     one, other = play(env, 4), play(plain, 4)
     assert one[:3] == other[:3]
     assert np.array_equal(one[3][0], other[3][0])
-    cube = env._simulator.obj.pose.p[0].numpy()
+    cube = env._batch._simulator.obj.pose.p[0].numpy()
     state = look(env)[1]
     assert env.spec.state_dim > plain.spec.state_dim
     assert any(np.array_equal(state[i : i + 3], cube) for i in range(state.size - 2))
@@ -318,17 +321,17 @@ def test_the_privileged_state_knows_the_cube_and_changes_nothing_else(make):
 
 def test_actions_are_scaled_to_the_controller(make):
     env = make(cameras=(), control_mode="pd_joint_pos")
-    box = env._simulator.single_action_space
-    assert np.allclose(env._to_controllers(np.full(8, -1, np.float32)), box.low)
-    assert np.allclose(env._to_controllers(np.full(8, 3, np.float32)), box.high)  # clipped
-    same = np.random.default_rng(0).uniform(-1, 1, 4).astype(np.float32)
-    assert np.array_equal(make(cameras=())._to_controllers(same), same)
+    box = env._batch._simulator.single_action_space
+    assert np.allclose(env._batch._to_controllers(torch.full((1, 8), -1.0)), box.low)
+    assert np.allclose(env._batch._to_controllers(torch.full((1, 8), 3.0)), box.high)  # clipped
+    same = torch.linspace(-1, 1, 4)[None]
+    assert torch.equal(make(cameras=())._batch._to_controllers(same), same)
 
 
 def test_controllers_without_limits_are_refused():
     box = Box(-np.inf, np.inf, (3,))
     with pytest.raises(EnvironmentSetupError, match="no limits"):
-        _action_ranges("Some-v1", "pd_free", box)
+        action_ranges("Some-v1", "pd_free", box)
 
 
 def test_two_arms_share_one_action(make):
@@ -346,9 +349,9 @@ def test_rewards_and_success(make):
     sparse, dense = make(cameras=()), make(cameras=(), reward_mode="dense")
     for env in (sparse, dense):
         env.reset(0, 0)
-        goal = env._simulator.goal_region.pose.p.clone()
+        goal = env._batch._simulator.goal_region.pose.p.clone()
         goal[:, 2] = 0.02
-        env._simulator.obj.set_pose(type(env._simulator.obj.pose).create_from_pq(goal))
+        env._batch._simulator.obj.set_pose(type(env._batch._simulator.obj.pose).create_from_pq(goal))
     still = np.zeros(4, np.float32)
     for env in (sparse, dense):
         step = env.step(still)
@@ -373,10 +376,10 @@ def test_a_diverged_simulation_is_an_error(make, monkeypatch):
     env.reset(0, 0)
     with pytest.raises(SimulationError, match="action"):
         env.step(np.array([np.nan, 0, 0, 0], np.float32))
-    monkeypatch.setattr(env._simulator, "compute_normalized_dense_reward", lambda **_: torch.tensor([torch.nan]))
+    monkeypatch.setattr(env._batch._simulator, "compute_normalized_dense_reward", lambda **_: torch.tensor([torch.nan]))
     with pytest.raises(SimulationError, match="reward"):
         env.step(np.zeros(4, np.float32))
-    monkeypatch.setattr(env, "_state_parts", lambda: [("qpos", np.full(16, np.inf, np.float32))])
+    monkeypatch.setattr(env._batch, "_state_parts", lambda: [("qpos", torch.full((1, 16), torch.inf))])
     with pytest.raises(SimulationError, match="state is not finite"):
         look(env)
 
@@ -393,11 +396,161 @@ def test_a_diverged_simulation_is_an_error(make, monkeypatch):
         ({"reward_mode": "shaped"}, "sparse, dense"),
         ({"meshes": "tiny"}, "light, full"),
         ({"task": "Empty-v1"}, "no success"),
+        ({"task": "PutOnPlateInScene25Main-v3"}, "not in ManiSkill but in RLinf.*env.options.task_module"),
+        ({"task_module": "no_such_module"}, "task_module='no_such_module' cannot be imported.*PYTHONPATH"),
+        ({"cameras": ("hand_camera",)}, "no camera hand_camera .*hand_camera needs env.options.robot=panda_wristcam"),
+        ({"robot": "panda_wristcan"}, "no robot 'panda_wristcan': did you mean panda_wristcam"),
+        (
+            {"robot": "allegro_hand_left", "control_mode": "pd_joint_pos"},
+            "PushCube-v1 does not run with robot=allegro_hand_left",
+        ),
+        ({"cameras": ("base_camera",), "image_size": (0, 64)}, r"image_size=\[0, 64\].*between 1 and 4096"),
+        ({"control_freq": 30}, "sim_freq must be a multiple of control_freq"),
+        ({"sim_freq": 0}, "sim_freq=0 must be at least 1 Hz"),
+        ({"sim_backend": "tpu"}, "sim_backend='tpu' must be one of: cpu, gpu"),
+        ({"sim_backend": "gpu", "render_backend": "cpu"}, "render_backend='cpu' must be one of: gpu"),
     ],
 )
 def test_what_cannot_be_set_up_says_why(make, options, expected):
     with pytest.raises(EnvironmentSetupError, match=expected) as error:
         make(**{"cameras": ()} | options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_simulation_on_a_gpu_that_is_not_there_is_refused(make):
+    with pytest.raises(EnvironmentSetupError, match=r"needs an NVIDIA GPU.*sim_backend=cpu"):
+        make(sim_backend="gpu")
+    with pytest.raises(EnvironmentSetupError, match=r"finds no Vulkan device.*render_backend=cpu"):
+        make(render_backend="gpu")
+
+
+def test_a_missing_physx_library_and_a_wrong_buffer_are_named(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(EnvironmentSetupError, match=r"libPhysXGpu_64.so.*linux-so.zip.*sapien-sim/physx-precompiled"):
+        make(sim_backend="gpu")
+    library = tmp_path / ".sapien/physx/105.1-physx-5.3.1.patch0/libPhysXGpu_64.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    with pytest.raises(EnvironmentSetupError, match=r"gpu_memory has no 'contacts': choose from .*max_rigid_contact"):
+        make(sim_backend="gpu", gpu_memory={"contacts": 1})
+
+
+def test_one_environment_is_all_there_is_on_a_cpu():
+    with pytest.raises(EnvironmentSetupError, match="simulates one environment"):
+        ManiSkillEnv.batch(2, torch.device("cpu"), cameras=())
+
+
+def batch_of(num_envs, agent=None):
+    """The parts of a batch that need no GPU, without its simulator."""
+    env = ManiSkillBatchEnv.__new__(ManiSkillBatchEnv)
+    env.num_envs, env.device, env._simulator, env._initial_states = (
+        num_envs,
+        torch.device("cpu"),
+        SimpleNamespace(agent=agent),
+        {},
+    )
+    return env
+
+
+def test_resetting_one_of_a_batch_leaves_the_others_targets_alone():
+    class Agent:
+        def get_controller_state(self):
+            return {"arm": {"target_pose": torch.zeros(3, 7)}, "hand": {}}
+
+        def set_controller_state(self, state):
+            self.state = state
+
+    env = batch_of(3, Agent())
+    env._restore_targets({"arm": {"target_pose": torch.ones(3, 7)}, "hand": {}}, besides=1)
+    assert env._simulator.agent.state["arm"]["target_pose"][:, 0].tolist() == [1, 0, 1]
+
+
+def test_the_rounding_of_places_makes_no_other_initial_state():
+    env = batch_of(2)
+    first = np.ones(3, np.float32)
+    assert env._canonical(5, first) is first
+    assert env._canonical(5, first + 1e-6) is first
+    assert env._canonical(5, first + 1e-3) is not first
+    assert env._canonical(6, first + 1e-6) is not first
+    for seed in range(10_000):
+        env._canonical(seed, first)
+    assert len(env._initial_states) < 5_000
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [("PushCube-v1", []), ("PegInsertionSide-v1", ["same ones"]), ("PutCarrotOnPlateInScene-v1", ["others move on"])],
+)
+def test_what_is_different_in_a_batch_is_said(task, words):
+    import mani_skill.envs  # noqa: F401 - registers the tasks
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    limits = limits_in_batches(REGISTERED_ENVS[task].cls)
+    assert len(limits) == len(words)
+    assert all(word in limit for word, limit in zip(words, limits, strict=True))
+
+
+def test_all_environments_of_a_batch_are_built_from_one_seed():
+    from mani_skill.envs.sapien_env import BaseEnv
+
+    env = SimpleNamespace(num_envs=3, _batched_rng_backend="numpy:random_state", _enhanced_determinism=False)
+    with equal_scenes():
+        BaseEnv._set_episode_rng(env, [2022, 2023, 2024], torch.arange(3))
+    assert len(set(env._batched_episode_rng.uniform(0, 1).tolist())) == 1
+    BaseEnv._set_episode_rng(env, [2022, 2023, 2024], torch.arange(3))
+    assert len(set(env._batched_episode_rng.uniform(0, 1).tolist())) == 3
+
+
+@pytest.mark.parametrize("task", ["PushCube-v1", "PickCube-v1", "StackCube-v1"])
+def test_the_camera_in_the_hand(make, task):
+    env = make(task, cameras=("base_camera", "hand_camera"), robot="panda_wristcam")
+    env.reset(0, 0)
+    before = look(env)[0]
+    for _ in range(6):
+        env.step(np.array([0, 0, -1, 1], np.float32))
+    after = look(env)[0]
+    assert min(picture.std() for picture in after) > 15
+    assert difference(before[1], after[1]) > difference(before[0], after[0]) > 0.5  # the hand sees its own motion more
+    assert difference(after[0], after[1]) > 10
+
+
+def test_frequencies(make):
+    usual, fine = make(cameras=()), make(cameras=(), sim_freq=240, control_freq=10)
+    assert (usual._batch._simulator.sim_freq, usual._batch._simulator.control_freq) == (100, 20)
+    assert (fine._batch._simulator.sim_freq, fine._batch._simulator.control_freq) == (240, 10)
+
+
+def test_a_task_of_the_users_own(make, tmp_path, monkeypatch):
+    (tmp_path / "own_tasks.py").write_text(
+        "from mani_skill.envs.tasks import PushCubeEnv\nfrom mani_skill.utils.registration import register_env\n"
+        "@register_env('OwnPush-v1', max_episode_steps=30, override=True)\nclass OwnPush(PushCubeEnv): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"task": "OwnPush-v1", "task_module": "own_tasks", "cameras": ()}
+    with pytest.raises(EnvironmentSetupError, match=r"no instruction for OwnPush-v1.*env.options.instruction"):
+        make(**options)
+    env = make(**options, instruction="push it")
+    assert (env.spec.max_episode_steps, env.spec.instructions) == (30, ("push it",))
+    assert env.reset(0, 3) == make(cameras=()).reset(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("task", "asset"),
+    [
+        ("PutCarrotOnPlateInScene-v1", "bridge_v2_real2sim"),
+        ("PickSingleYCB-v1", "ycb"),
+        ("OpenCabinetDrawer-v1", "partnet_mobility/"),
+        ("OpenCabinetDoor-v1", "partnet_mobility/"),  # does not list them
+    ],
+)
+def test_assets_that_are_not_here_are_named_with_their_folder(make, monkeypatch, task, asset):
+    from mani_skill.utils import assets
+
+    monkeypatch.setattr(assets, "is_data_source_downloaded", lambda _: False)
+    with pytest.raises(EnvironmentSetupError, match=rf"needs the ManiSkill asset {asset}.*in /.*MS_ASSET_DIR") as error:
+        make(task)
     assert "\n" not in str(error.value)
 
 

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from dvla.config import ConfigError, EnvConfig
+from dvla.config import ConfigError, EnvConfig, RenderConfig
 from dvla.envs.messages import Kind, Record, unpack
 from dvla.envs.pool import WorkerError, WorkerPool
 from dvla.planes.semaphore import wait_any
@@ -29,13 +29,20 @@ def start(tmp_path):
             options=options,
         )
         pool = WorkerPool(
-            config, num_envs=num_envs, num_workers=num_workers, logs=tmp_path, timeout_s=60, title="dvla:test"
+            config,
+            RenderConfig(),
+            num_envs=num_envs,
+            num_workers=num_workers,
+            logs=tmp_path,
+            setup_timeout_s=60,
+            step_timeout_s=60,
+            title="dvla:test",
         )
         pools.append(pool)
         layout = slot_layout(pool.spec(), num_slots=4, max_decisions=T, num_action_chunks=K, record={})
         descriptor = create_memory("dvla-test", layout_bytes(layout))
         arrays = slot_arrays(map_memory(descriptor, layout_bytes(layout)), layout)
-        pool.attach(descriptor, layout)
+        pool.attach(descriptor, layout, arrays)
         os.close(descriptor)
         return pool, arrays
 
@@ -61,11 +68,11 @@ def test_an_episode_runs_in_chunks_and_is_cut_at_the_horizon(start):
     assert slots["state"][2, 0].tolist() == [123, 0, 0, 0]
     slots["actions"][2] = 0.5
     for decision in range(2):
-        pool.act([(0, 2, decision)])
+        pool.act([(0, 2, decision, 0)])
         assert answers(pool, 1) == [Record(Kind.observed, 0, 2, decision + 1)]
         assert slots["state"][2, decision + 1].tolist() == [123, 0, 4 * (decision + 1), 2.0 * (decision + 1)]
         assert (slots["images"][2, decision + 1] == 4 * (decision + 1)).all()
-    pool.act([(0, 2, 2)])
+    pool.act([(0, 2, 2, 0)])
     assert answers(pool, 1) == [Record(Kind.finished, 0, 2, 2)]
     assert slots["executed_steps"][2].tolist() == [4, 4, 2]
     assert slots["rewards"][2].tolist() == [2.0, 2.0, 1.0]
@@ -82,7 +89,7 @@ def test_nothing_steps_after_the_episodes_end(start, terminate, steps):
     slots["executed_steps"][0] = 0
     kind, decision = None, 0
     while kind is not Kind.finished:
-        pool.act([(0, 0, decision)])
+        pool.act([(0, 0, decision, 0)])
         kind, decision = answers(pool, 1)[0].kind, decision + 1
     assert slots["executed_steps"][0].tolist() == steps
     assert slots["success"][0] == 1
@@ -93,7 +100,7 @@ def test_failure_of_the_environment_ends_the_episode(start):
     pool.reset(0, 0, task=0, seed=1, ticket=0)
     answers(pool, 1)
     slots["actions"][0] = -1.0
-    pool.act([(0, 0, 0)])
+    pool.act([(0, 0, 0, 0)])
     assert answers(pool, 1)[0].kind is Kind.finished
     assert (slots["executed_steps"][0, 0], slots["success"][0], slots["num_decisions"][0]) == (1, 0, 1)
 
@@ -106,7 +113,7 @@ def test_environments_and_workers_do_not_mix(start):
     for env in range(4):
         assert slots["state"][3 - env, 0].tolist() == [100 + env, env % 2, 0, 0]
         slots["actions"][3 - env, 0] = env / 10
-    pool.act([(env, 3 - env, 0) for env in range(4)])
+    pool.act([(env, 3 - env, 0, 0) for env in range(4)])
     answers(pool, 4)
     for env in range(4):
         assert slots["state"][3 - env, 1] == pytest.approx([100 + env, env % 2, 4, 4 * env / 10])
@@ -128,7 +135,7 @@ def test_an_exception_in_the_simulator_comes_through_with_its_words(start, tmp_p
     for ticket in range(2):
         pool.reset(0, 0, task=0, seed=1, ticket=ticket)
         answers(pool, 1)
-    pool.act([(0, 0, 0)])
+    pool.act([(0, 0, 0, 0)])
     with pytest.raises(WorkerError, match=r"worker 0: ValueError: the arm fell off \(its log: .*w0\.log\)"):
         answers(pool, 1)
     assert "Traceback" in (tmp_path / "dvla-test-w0.log").read_text()
@@ -139,7 +146,7 @@ def test_rewards_that_are_no_numbers_are_refused(start):
     pool.reset(0, 0, task=0, seed=1, ticket=0)
     answers(pool, 1)
     slots["actions"][0, 0] = (0.0, np.nan)
-    pool.act([(0, 0, 0)])
+    pool.act([(0, 0, 0, 0)])
     with pytest.raises(WorkerError, match="SimulationError: the rewards of a chunk add up to nan"):
         answers(pool, 1)
 
@@ -168,7 +175,16 @@ def test_a_simulator_that_cannot_be_built_says_so(start):
 )
 def test_faults_of_the_config_show_before_any_process_starts(changes, words, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        WorkerPool(EnvConfig(**changes), num_envs=1, num_workers=1, logs=tmp_path, timeout_s=9, title="x")
+        WorkerPool(
+            EnvConfig(**changes),
+            RenderConfig(),
+            num_envs=1,
+            num_workers=1,
+            logs=tmp_path,
+            setup_timeout_s=9,
+            step_timeout_s=9,
+            title="x",
+        )
     assert words in str(caught.value)
     assert not list(tmp_path.iterdir())
 

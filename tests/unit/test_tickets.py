@@ -25,17 +25,17 @@ def start_all(book, version):
 
 
 def test_members_share_task_and_initial_state_and_nothing_else():
-    tickets = make_tickets(3, 17, 4, 5)
+    tickets = make_tickets(3, 17, 4, [0.0] * 5)
     assert len({(t.group, t.task, t.seed) for t in tickets}) == 1
     assert [t.id for t in tickets] == [68, 69, 70, 71]
     assert [t.member for t in tickets] == [0, 1, 2, 3]
 
 
 def test_tasks_and_states_depend_on_seed_and_group_alone():
-    assert make_tickets(3, 17, 4, 5)[0].seed == make_tickets(3, 17, 8, 5)[0].seed
-    seeds = {make_tickets(seed, group, 4, 5)[0].seed for seed in range(5) for group in range(50)}
+    assert make_tickets(3, 17, 4, [0.0] * 5)[0].seed == make_tickets(3, 17, 8, [0.0] * 5)[0].seed
+    seeds = {make_tickets(seed, group, 4, [0.0] * 5)[0].seed for seed in range(5) for group in range(50)}
     assert len(seeds) == 250
-    tasks = [make_tickets(3, group, 4, 5)[0].task for group in range(200)]
+    tasks = [make_tickets(3, group, 4, [0.0] * 5)[0].task for group in range(200)]
     assert all(20 <= tasks.count(task) <= 60 for task in range(5))
 
 
@@ -78,10 +78,10 @@ def test_a_resumed_book_admits_no_burst():
     start_all(book, 0)
     cursor = book.cursor()
     again = make_book()
-    again.restore(next_group=cursor, batches_done=6)
+    again.restore(**cursor, batches_done=6)
     groups = start_all(again, 6)
     assert len(groups) == 4
-    assert groups[0][0].group == cursor
+    assert groups[0][0].group == cursor["next_group"]
 
 
 def test_taking_twice_is_an_error():

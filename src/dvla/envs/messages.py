@@ -26,6 +26,8 @@ class Kind(IntEnum):
     """From the worker: the episode in `slot` is over, its results lie there."""
     failed = 5
     """From the worker: an exception; its text follows the record."""
+    film = 6
+    """To the worker: as `reset`, and record the episode to a video of evaluation round `decision`."""
 
 
 _RECORD = struct.Struct("<iiiiiqq")

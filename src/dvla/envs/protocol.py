@@ -32,6 +32,8 @@ class EnvSpec:
     """Control steps after which an episode is cut."""
     instructions: tuple[str, ...]
     """One language instruction per task; a task id is an index into this tuple."""
+    num_initial_states: tuple[int, ...] = ()
+    """Initial states that the simulator lists, by task: seed s begins number s modulo this. Empty when it has no list."""
     gripper_open: float | None = None
     """Value (1 or -1) of the last action element that opens the gripper; None when there is no gripper."""
 

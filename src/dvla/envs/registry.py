@@ -7,10 +7,10 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from dvla.config import ConfigError
+from dvla.config import ConfigError, Meshes
 
 if TYPE_CHECKING:
-    from dvla.config import EnvConfig
+    from dvla.config import EnvConfig, RenderConfig
     from dvla.envs.protocol import Environment
 
 BUILT_IN = {
@@ -41,11 +41,11 @@ def environment_class(name: str) -> type[Environment]:
         raise ConfigError(f"env.name={name!r} cannot be loaded: {error}") from error
 
 
-def environment_arguments(config: EnvConfig) -> dict[str, Any]:
+def environment_arguments(config: EnvConfig, render: RenderConfig) -> dict[str, Any]:
     """Keyword arguments for the environment's constructor, checked against its signature.
 
     Raises:
-        ConfigError: An option is unknown to this environment.
+        ConfigError: An option is unknown to this environment, or it has no light meshes.
     """
     parameters = inspect.signature(environment_class(config.name)).parameters
     arguments = {
@@ -55,6 +55,10 @@ def environment_arguments(config: EnvConfig) -> dict[str, Any]:
         "max_episode_steps": config.max_episode_steps,
         "reward_mode": config.reward_mode.name,
     }
+    if "meshes" in parameters:
+        arguments["meshes"] = render.meshes.name
+    elif render.meshes is Meshes.light and config.cameras:
+        raise ConfigError(f"render.meshes=light: {config.name} has no light meshes, set render.meshes=full")
     for key in config.options:
         if key not in parameters or key in arguments:
             own = sorted(set(parameters) - set(arguments))
@@ -66,3 +70,10 @@ def environment_arguments(config: EnvConfig) -> dict[str, Any]:
             f"env.name={config.name!r}: its constructor must take {', '.join(arguments)} and env.options ({error})"
         ) from error
     return arguments | config.options
+
+
+def expected_action_dim(config: EnvConfig, render: RenderConfig) -> int | None:
+    """Length of the environment's actions, if it can tell without starting; raises as `environment_arguments`."""
+    arguments = environment_arguments(config, render)
+    foresee = getattr(environment_class(config.name), "expected_action_dim", None)
+    return foresee(**arguments) if foresee else None

@@ -2,18 +2,22 @@
 
 Started by `dvla.envs.pool` as ``python -m dvla.envs.worker FD`` with one end of a packet socket. It first receives what to
 build, answers with the environments' `EnvSpec`, receives the slot memory, and then serves until the socket closes. It
-steps whole action chunks, stops the moment an episode ends, and renders once per chunk, only if another decision follows.
+steps whole action chunks, stops the moment an episode ends, and renders once per chunk, only if another decision follows;
+an episode that is filmed is rendered at every step.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import math
 import socket
 import sys
+import time
 import traceback
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,22 +29,29 @@ from dvla.planes.slots import SlotField, layout_bytes, map_memory, slot_arrays
 from dvla.runtime.processes import die_with_parent, set_title
 
 if TYPE_CHECKING:
+    from dvla.envs.film import EpisodeFilm
     from dvla.envs.protocol import Environment
 
 
 class Episode:
     """One environment and the episode it is in."""
 
-    def __init__(self, env: Environment, slots: dict[str, np.ndarray], terminate_on_success: bool) -> None:
+    def __init__(
+        self, env: Environment, slots: dict[str, np.ndarray], *, terminate_on_success: bool, videos: Path | None
+    ) -> None:
         self._env = env
         self._slots = slots
         self._terminate_on_success = terminate_on_success
         self._max_steps = env.spec.max_episode_steps
+        self._videos = videos
+        self._film: EpisodeFilm | None = None
         self._steps = 0
 
     def reset(self, order: Record) -> None:
         """Begin the episode of a ticket and observe its initial state."""
         slots, slot = self._slots, order.slot
+        slots["beat"][slot] = time.monotonic()
+        self.close()
         initial = self._env.reset(order.task, order.seed)
         slots["ticket"][slot] = order.ticket
         slots["task"][slot] = order.task
@@ -49,18 +60,27 @@ class Episode:
         slots["initial_state"][slot] = np.frombuffer(hashlib.blake2b(initial, digest_size=16).digest(), np.uint8)
         self._steps = 0
         self._env.observe(slots["images"][slot, 0], slots["state"][slot, 0])
+        if order.kind is Kind.film and self._videos is not None:
+            from dvla.envs.film import EpisodeFilm  # brings the video codecs, which most workers never need
+
+            name = f"task{order.task:02d}_seed{order.seed:03d}"
+            self._film = EpisodeFilm(self._videos / f"step_{order.decision:06d}" / name, self._env)
+            self._film.add()
 
     def act(self, slot: int, decision: int) -> bool:
         """Run the chunk of `decision`; True when the episode is over, else the next observation lies in the slot."""
         slots = self._slots
         reward, executed, over = 0.0, 0, False
         for action in slots["actions"][slot, decision]:
+            slots["beat"][slot] = time.monotonic()
             step = self._env.step(action)
             executed += 1
             self._steps += 1
             reward += step.reward
             if step.success:
                 slots["success"][slot] = 1
+            if self._film is not None:
+                self._film.add()
             over = step.terminated or self._steps >= self._max_steps or (step.success and self._terminate_on_success)
             if over:
                 break
@@ -70,8 +90,18 @@ class Episode:
         slots["rewards"][slot, decision] = reward
         slots["num_decisions"][slot] = decision + 1
         if not over:
+            slots["beat"][slot] = time.monotonic()
             self._env.observe(slots["images"][slot, decision + 1], slots["state"][slot, decision + 1])
+        elif self._film is not None:
+            self._film.close("success" if slots["success"][slot] else "failure")
+            self._film = None
         return over
+
+    def close(self) -> None:
+        """Finish the video of an episode that was broken off."""
+        if self._film is not None:
+            self._film.close("stopped")
+            self._film = None
 
 
 def build(order: dict[str, Any]) -> list[Environment]:
@@ -85,7 +115,7 @@ def serve(link: socket.socket, episodes: list[Episode]) -> None:
     while packet := link.recv(MAX_PACKET):
         for order in unpack(packet)[0]:
             episode = episodes[order.env]
-            if order.kind is Kind.reset:
+            if order.kind in (Kind.reset, Kind.film):
                 episode.reset(order)
                 answer = Record(Kind.observed, order.env, order.slot, 0)
             elif episode.act(order.slot, order.decision):
@@ -98,8 +128,10 @@ def serve(link: socket.socket, episodes: list[Episode]) -> None:
 def main() -> None:
     """Entry of the process."""
     die_with_parent()
+    faulthandler.enable()  # a crash, or the rank's SIGABRT after a hang, leaves the stack in this worker's log
     link = socket.socket(fileno=int(sys.argv[1]))
     environments: list[Environment] = []
+    episodes: list[Episode] = []
     try:
         order = json.loads(link.recv(MAX_PACKET))
         set_title(order["title"])
@@ -110,15 +142,22 @@ def main() -> None:
             return
         layout = [SlotField(name, tuple(shape), dtype, offset) for name, shape, dtype, offset in json.loads(packet)]
         slots = slot_arrays(map_memory(descriptors[0], layout_bytes(layout)), layout)
-        serve(link, [Episode(env, slots, order["terminate_on_success"]) for env in environments])
+        videos = Path(order["videos"]) if order["videos"] else None
+        episodes = [
+            Episode(env, slots, terminate_on_success=order["terminate_on_success"], videos=videos)
+            for env in environments
+        ]
+        serve(link, episodes)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the rank is gone; there is nobody left to tell
     except BaseException as error:
-        traceback.print_exc()  # to this worker's log file
-        text = f"{type(error).__name__}: {error}".encode()[: MAX_PACKET // 2]
-        link.send(Record(Kind.failed, 0, 0).pack() + text)
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        sys.stderr.write(text)  # to this worker's log file
+        link.send(Record(Kind.failed, 0, 0).pack() + text.encode()[: MAX_PACKET // 2])
         raise SystemExit(1) from error
     finally:
+        for episode in episodes:
+            episode.close()
         for env in environments:
             env.close()
 

@@ -30,23 +30,25 @@ class BatchTally:
     groups_dropped: float = 0
     staleness_sum: float = 0
     trained_decisions: float = 0
+    worker_restarts: float = 0
     staleness_max: float = 0
     logprob_gap_max: float = -1
     """-1 while no decision was made with the weights that train."""
     loss: LossStats = field(default_factory=LossStats.zeros)
 
-    def add_episodes(self, group: Group, slots: dict[str, Tensor]) -> Tensor:
-        """Count a finished group; its returns (G,) float64."""
+    def add_episodes(self, group: Group, slots: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """Count a finished group; its returns (G,) float64 and the share of its episodes that succeeded."""
         members = torch.tensor(group.slots)
         lengths = slots["num_decisions"][members]
         returns = episode_returns(slots["rewards"][members], lengths)
         self.groups += 1
         self.episodes += len(members)
-        self.successes += float(slots["success"][members].sum())
+        successes = float(slots["success"][members].sum())
+        self.successes += successes
         self.return_sum += float(returns.sum())
         self.env_steps += float(episode_returns(slots["executed_steps"][members], lengths).sum())
         self.decisions += float(lengths.sum())
-        return returns
+        return returns, successes / len(members)
 
     def add_staleness(self, staleness: Tensor) -> None:
         """Count the staleness (B,) int64 of decisions that are trained on."""
@@ -75,6 +77,7 @@ class BatchTally:
             "rollout/return": self.return_sum / episodes,
             "rollout/episode_len": self.env_steps / episodes,
             "rollout/groups_dropped": self.groups_dropped,
+            "rollout/worker_restarts": self.worker_restarts,
             "staleness/mean": self.staleness_sum / max(self.trained_decisions, 1.0),
             "staleness/max": self.staleness_max,
             "train/logprob_gap": None if self.logprob_gap_max < 0 else self.logprob_gap_max,

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from dvla.lanes.batch_tally import BatchTally
+from dvla.lanes.evaluation_tally import EvaluationTally
 from dvla.lanes.lane import Lane
 from dvla.lanes.learner import MicroBatch
-from dvla.planes.semaphore import StopFlag, Stopped, WaitTimeoutError, wait_any
+from dvla.planes.semaphore import Semaphore, StopFlag, Stopped, WaitTimeoutError, wait_any
 from dvla.planes.weights import Publication, learner_digest, shard_views, write_shards
 from dvla.rl.advantages import group_advantages, has_signal
 from dvla.rl.episodes import decision_weights, episode_returns
 from dvla.rl.losses import LossStats
-from dvla.runtime.device import use_own_stream
+from dvla.runtime.device import finish_copies, use_own_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from torch import Tensor
@@ -64,9 +65,9 @@ class GrpoLane(Lane):
     """Trains.
 
     Owns: the learner (sharded policy, optimiser), the learner mesh, the control group.
-    Consumes: finished groups (`groups`), free host buffers (`host_free`).
-    Produces: free slots (`slots_free`), room for other groups (`admission`), published shards (`published`), reports,
-        checkpoints.
+    Consumes: finished groups (`groups`), outcomes of evaluation episodes (`outcomes`), free host buffers (`host_free`).
+    Produces: free slots (`slots_free`), room for other groups (`admission`), evaluation rounds (`rounds`), published
+        shards (`published`), reports, checkpoints.
     Blocks on: `groups`, the grpo lanes of the other ranks, `host_free`.
     Unblocked by: sampling (a group), the other ranks, param_dist (a buffer), a stop request.
     """
@@ -89,7 +90,10 @@ class GrpoLane(Lane):
         policy_version: int,
         saved_version: int | None,
         on_step: Callable[[StepReport], None],
-        save: Callable[[int, int], None],
+        on_evaluation: Callable[[dict[str, float]], None],
+        evaluated_states: Sequence[int],
+        num_own_episodes: int,
+        save: Callable[[int, dict[str, Any]], None],
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
@@ -103,6 +107,10 @@ class GrpoLane(Lane):
         self._finished: list[Group] = []
         self._held: list[Group] = []  # trained on, needed again by the batch's next epoch
         self._gaps: list[Tensor] = []
+        self._on_evaluation, self._evaluated_states = on_evaluation, evaluated_states
+        self._num_own_episodes = num_own_episodes
+        self._evaluation: EvaluationTally | None = None
+        self._restarts_counted = 0
         self._publications = 0
         self._has_stream = False
         self._cursor = book.cursor()  # as of the last version: groups begun since are lost with a stop, and begin anew
@@ -110,8 +118,8 @@ class GrpoLane(Lane):
         self.policy_version = policy_version
         self.outcome: str | None = None
         """`completed` or `stopped` once the lane has ended by itself."""
-        self.wait_for_group: Callable[[], None] = self._block_for_group
-        """How to wait until a group may have finished; the serial schedule samples instead of blocking."""
+        self.wait_for: Callable[[Semaphore], None] = self._block_for
+        """How to wait for what sampling produces; the serial schedule samples instead of blocking."""
         self.after_publish: Callable[[], None] = lambda: None
         """What follows a publication on this thread; the serial schedule distributes it."""
 
@@ -124,6 +132,8 @@ class GrpoLane(Lane):
             self._has_stream = True
         if self._publications == 0 and self.policy_version < self._algo.num_steps:
             self.publish()  # the starting weights go the way all weights go
+            if self._config.run.eval_every and self.policy_version == 0:
+                self._evaluate_alone()
         if self.policy_version >= self._algo.num_steps:
             self._end("completed")
         begin = time.monotonic()
@@ -151,8 +161,12 @@ class GrpoLane(Lane):
             metrics = self._finish_step()
         while self._held:
             self._free_slots(self._held.pop())
-        if self.policy_version < self._algo.num_steps:  # nobody samples with the last one
+        if (
+            self.policy_version < self._algo.num_steps or self._config.run.eval_every
+        ):  # nobody samples with the last one
             timings["time/publish_s"] = self._timed(self.publish)
+        tally.worker_restarts = self._meet.worker_restarts - self._restarts_counted
+        self._restarts_counted += int(tally.worker_restarts)
         tally.logprob_gap_max = max(map(float, self._gaps))
         self._gaps.clear()
         tally.reduce(self._world.control_pg)
@@ -160,9 +174,18 @@ class GrpoLane(Lane):
         timings["time/step_s"] = time.monotonic() - begin
         self.clock.count()
         self._on_step(StepReport(self.policy_version, tally, timings | metrics, frames))
-        every = self._config.run.checkpoint_every
-        if self.policy_version // every > (self.policy_version - self._algo.update_epochs) // every:
+        self._look_at_evaluation()
+        if self._is_due(self._config.run.checkpoint_every):
             self._checkpoint()
+        if self._config.run.eval_every:
+            if self.policy_version >= self._algo.num_steps:
+                self._evaluate_alone()
+            elif self._evaluation is None and self._is_due(self._config.run.eval_every):
+                self._begin_evaluation()
+
+    def _is_due(self, every: int) -> bool:
+        """Whether this batch has reached or passed a multiple of `every` optimiser steps."""
+        return self.policy_version // every > (self.policy_version - self._algo.update_epochs) // every
 
     def _finish_step(self) -> dict[str, float]:
         with self.tracer.span("optimise", version=self.policy_version + 1):
@@ -175,6 +198,43 @@ class GrpoLane(Lane):
         work()
         return time.monotonic() - begin
 
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def _begin_evaluation(self) -> None:
+        """Begin a round with the weights just published; all ranks do so at the same version."""
+        self._evaluation = EvaluationTally(self._evaluated_states, self.policy_version)
+        self._meet.rounds.put(self.policy_version)
+
+    def _look_at_evaluation(self) -> None:
+        """Take in the outcomes since the last look; report the round once all ranks have finished it."""
+        if self._evaluation is None:
+            return
+        while (outcome := self._meet.outcomes.try_get()) is not None:
+            self._evaluation.add(outcome)
+        if self._evaluation.reduce(self._world.control_pg):
+            self._on_evaluation(self._evaluation.metrics())
+            self._evaluation = None
+
+    def _evaluate_alone(self) -> None:
+        """Evaluate exactly this version: training waits until all ranks are done, or one of them is to stop."""
+        while self._evaluation is not None:  # a round of an earlier version goes on
+            self._await_evaluation()
+        self._begin_evaluation()
+        while self._evaluation is not None:
+            self._await_evaluation()
+
+    def _await_evaluation(self) -> None:
+        """Wait until this rank has finished its share of the round, then join with the others."""
+        assert self._evaluation is not None
+        while self._evaluation.num_own() < self._num_own_episodes and not self._stop_request.is_set():
+            outcome = self._meet.outcomes.try_get()
+            if outcome is None:
+                self.wait_for(self._meet.outcomes.semaphore)
+            else:
+                self._evaluation.add(outcome)
+        self._agree(0, stop=False)
+        self._look_at_evaluation()
+
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def _next_group(self, tally: BatchTally) -> Group | None:
@@ -184,7 +244,8 @@ class GrpoLane(Lane):
             if chosen is not None:
                 group = next(group for group in self._finished if group.id == chosen)
                 self._finished.remove(group)
-                returns = tally.add_episodes(group, self._slots.tensors)
+                returns, success_rate = tally.add_episodes(group, self._slots.tensors)
+                self._book.note(group.task, success_rate)
                 is_kept = not self._algo.filter_zero_signal or tally.groups_dropped >= self._max_dropped
                 if is_kept or has_signal(returns):
                     self._book.take(group.id)
@@ -196,23 +257,22 @@ class GrpoLane(Lane):
             elif (arrived := self._meet.groups.try_get()) is not None:
                 self._finished.append(arrived)
             else:
-                self.wait_for_group()
+                self.wait_for(self._meet.groups.semaphore)
         return None
 
-    def _block_for_group(self) -> None:
+    def _block_for(self, semaphore: Semaphore) -> None:
         with self.clock.waiting():
-            is_ready = wait_any(
-                [self._stop, self._stop_request, self._meet.groups.semaphore], self._config.runtime.wait_timeout_s
-            )
+            is_ready = wait_any([self._stop, self._stop_request, semaphore], self._config.runtime.wait_timeout_s)
         if self._stop.is_set():
             raise Stopped
         if not is_ready:
             raise WaitTimeoutError(
-                f"lane grpo waited {self._config.runtime.wait_timeout_s:.0f} s for a finished group at version "
+                f"lane grpo waited {self._config.runtime.wait_timeout_s:.0f} s for one of `{semaphore.name}` at version "
                 f"{self.policy_version}; raise runtime.wait_timeout_s if sampling can take that long"
             )
 
     def _free_slots(self, group: Group) -> None:
+        finish_copies(self._learner.device)
         for slot in group.slots:
             self._meet.slots_free.put(slot)
 
@@ -220,7 +280,7 @@ class GrpoLane(Lane):
         """The frames of a group's first episode; its slot will soon hold another one."""
         slot = group.slots[0]
         images = self._slots.tensors["images"][slot, : int(self._slots.tensors["num_decisions"][slot])]
-        return images.numpy().copy() if images.numel() and self._world.is_main else None
+        return images.cpu().numpy().copy() if images.numel() and self._world.is_main else None
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from dvla.rl.noise import decision_keys
 from dvla.runtime.device import use_own_stream
 
 if TYPE_CHECKING:
-    from dvla.envs.pool import WorkerPool
+    from dvla.envs.simulators import SimulatorPool
     from dvla.lanes.meeting_points import MeetingPoints
     from dvla.lanes.sampling import Request
     from dvla.planes.observations import SlotTensors
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class InferenceLane(Lane):
-    """Serves the rank's environments.
+    """Serves the rank's environments; for evaluation alone, without host buffers, always with the same weights.
 
     Owns: the replica of the policy.
     Consumes: observations (`requests`), whole versions of the weights (`arrived`).
@@ -40,9 +40,9 @@ class InferenceLane(Lane):
         self,
         *,
         replica: Replica,
-        host: HostBuffers,
+        host: HostBuffers | None,
         slots: SlotTensors,
-        pool: WorkerPool,
+        pool: SimulatorPool,
         meet: MeetingPoints,
         stop: StopFlag,
         device: torch.device,
@@ -71,7 +71,7 @@ class InferenceLane(Lane):
         sources: list[Selectable] = [self._stop, self._meet.arrived.semaphore]
         if self._meet.applied_version >= 0:
             if batch := self._take_batch(self._max_wait_s):
-                self.serve(batch)
+                self._serve_alike(batch)
                 return
             sources.append(self._meet.requests.semaphore)
         with self.clock.waiting():
@@ -83,13 +83,14 @@ class InferenceLane(Lane):
         """Apply weights if they are there, then serve every request in order (serial schedule)."""
         self.apply_arrived()
         while batch := self._take_batch(0.0):
-            self.serve(batch)
+            self._serve_alike(batch)
 
     def apply_arrived(self) -> None:
         """Take over the arrived version, if there is one."""
         arrival = self._meet.arrived.try_get()
         if arrival is None:
             return
+        assert self._host is not None, "a version arrived where there is no weight plane"
         with self.tracer.span("apply", version=arrival.version):
             self._replica.apply(self._host.buffers[arrival.buffer])
             if self._verify_weights and self._replica.digest() != arrival.digest:
@@ -119,6 +120,12 @@ class InferenceLane(Lane):
             batch.append(request)
         return batch
 
+    def _serve_alike(self, batch: list[Request]) -> None:
+        """Serve a batch, greedy requests (evaluation) apart from those that explore."""
+        for greedy in (False, True):
+            if part := [request for request in batch if request.greedy is greedy]:
+                self.serve(part)
+
     @torch.inference_mode()
     def serve(self, batch: list[Request]) -> None:
         """Decide for a batch: write actions, log-probabilities, version and record to the slots, wake the workers."""
@@ -126,11 +133,16 @@ class InferenceLane(Lane):
             slots = torch.tensor([request.slot for request in batch])
             decisions = torch.tensor([request.decision for request in batch])
             keys = decision_keys(self._seed, self._slots.tensors["ticket"][slots], decisions)
-            decision = self._act(self._slots.observation(slots, decisions), keys.to(self._device, non_blocking=True))
+            observation, keys = self._slots.observation(slots, decisions), keys.to(self._device, non_blocking=True)
+            decision = (
+                self._replica.policy.act(observation, keys, greedy=True)
+                if batch[0].greedy
+                else self._act(observation, keys)
+            )
             self._slots.scatter("actions", slots, decisions, decision.actions)
             self._slots.scatter("logprobs", slots, decisions, decision.logprobs)
             for name, values in decision.record.items():
                 self._slots.scatter(f"record.{name}", slots, decisions, values)
             self._slots.tensors["behavior_version"][slots, decisions] = self._meet.applied_version
-            self._pool.act([(request.env, request.slot, request.decision) for request in batch])
+            self._pool.act([(r.env, r.slot, r.decision, r.generation) for r in batch])
             self.clock.count(len(batch))

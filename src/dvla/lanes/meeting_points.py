@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dvla.planes.semaphore import Channel, Semaphore, StopFlag
 
 if TYPE_CHECKING:
+    from dvla.lanes.evaluation_episodes import Outcome
     from dvla.lanes.sampling import Request
     from dvla.planes.tickets import Group
     from dvla.planes.weights import Arrival, Publication
@@ -38,11 +39,19 @@ class MeetingPoints:
     """param_dist -> inference: a whole version lies ready. Tried between two batches, never waited for while serving."""
     admission: Semaphore
     """inference (new weights are in use) and grpo (a group was dropped) -> sampling: another group may start now."""
+    rounds: Channel[int]
+    """grpo -> sampling: evaluate the version, or a newer one, on all evaluation episodes."""
+    outcomes: Channel[Outcome]
+    """sampling -> grpo: an evaluation episode is over."""
     applied_version: int = -1
     """Optimiser steps behind the weights in use; written by inference alone, read by sampling."""
+    worker_restarts: int = 0
+    """Simulator workers replaced so far; written by sampling alone, read by grpo."""
 
     @classmethod
-    def create(cls, *, num_envs: int, num_slots: int, stop: StopFlag, timeout_s: float) -> MeetingPoints:
+    def create(
+        cls, *, num_envs: int, num_slots: int, stop: StopFlag, timeout_s: float, num_evaluation_episodes: int = 0
+    ) -> MeetingPoints:
         """All meeting points at their starting values."""
         slots_free: Channel[int] = Channel("slots_free", num_slots, stop, timeout_s)
         for slot in range(num_slots):
@@ -50,11 +59,14 @@ class MeetingPoints:
         return cls(
             num_envs=num_envs,
             slots_free=slots_free,
-            requests=Channel("requests", num_envs, stop, timeout_s),
+            # Twice: requests of workers that were replaced may still lie there.
+            requests=Channel("requests", 2 * num_envs, stop, timeout_s),
             groups=Channel("groups", num_slots, stop, timeout_s),
             host_free=Semaphore("host_free", 2, stop, timeout_s),
             published=Channel("published", 3, stop, timeout_s),
             staging_free=Semaphore("staging_free", 1, stop, timeout_s),
             arrived=Channel("arrived", 1, stop, timeout_s),
             admission=Semaphore("admission", 0, stop, timeout_s),
+            rounds=Channel("rounds", 1, stop, timeout_s),
+            outcomes=Channel("outcomes", num_evaluation_episodes, stop, timeout_s),
         )

@@ -1,37 +1,36 @@
-"""The sampling lane: keeps every simulator of the rank busy with episodes of admitted groups."""
+"""The sampling lane: keeps every simulator of the rank busy, and replaces those that fail."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from dvla.envs.messages import Kind, Record
+from dvla.envs.pool import WorkerError
 from dvla.lanes.lane import Lane
-from dvla.planes.semaphore import StopFlag, Stopped, WaitTimeoutError, wait_any
-from dvla.planes.tickets import Group, Ticket
+from dvla.planes.semaphore import Selectable, StopFlag, Stopped, WaitTimeoutError, wait_any
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence
 
-    from dvla.envs.pool import Worker, WorkerPool
+    from dvla.envs.simulators import SimulatorPool
+    from dvla.lanes.episode_source import EpisodeSource
     from dvla.lanes.meeting_points import MeetingPoints
-    from dvla.planes.tickets import TicketBook
+    from dvla.planes.tickets import Ticket
     from dvla.telemetry.lane_clock import LaneClock
     from dvla.telemetry.trace import Tracer
 
+logger = logging.getLogger(__name__)
 
-class GroupMixupError(RuntimeError):
-    """Members of one group began from different initial states: the simulator's reset is not reproducible."""
+_LOOK_S = 1.0  # how often the simulators are looked after
+
+_NO_TASK = -1  # of a worker that failed while it had no episode
 
 
-@dataclass(slots=True)
-class _OpenGroup:
-    """A group whose episodes are under way."""
-
-    tickets: list[Ticket]
-    slots: dict[int, int] = field(default_factory=dict)  # member -> slot
-    finished: int = 0
+class RepeatedFailureError(RuntimeError):
+    """The simulators of one task fail again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +40,32 @@ class Request:
     env: int
     slot: int
     decision: int
+    generation: int = 0
+    """Of the environment's worker: a decision for one that was replaced is not delivered."""
+    greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The episode of an environment."""
+
+    ticket: Ticket
+    slot: int
+    source: EpisodeSource
 
 
 class SamplingLane(Lane):
-    """Starts episodes, passes observations on, closes groups.
+    """Starts episodes, passes observations on, hands finished episodes back to their source, replaces failed workers.
 
-    Owns: the worker processes and their sockets, tickets, open groups, the idle environments.
-    Consumes: free slots (`slots_free`), the word that another group may start (`admission`), workers' messages.
-    Produces: observations (`requests`), finished groups (`groups`).
-    Blocks on: workers, `admission`, and while environments are idle and slots short on `slots_free`.
-    Unblocked by: workers (an observation, an end), grpo (frees slots, drops groups), inference (applies weights).
+    Owns: the worker processes and their sockets, the idle environments, the episodes under way.
+    Consumes: tickets and slots of its sources, workers' messages.
+    Produces: observations (`requests`), finished episodes.
+    Blocks on: workers, and while environments are idle on what opens its sources.
+    Unblocked by: workers (an observation, an end, a death), grpo (frees slots, drops groups), inference (applies weights).
+
+    Args:
+        sources: Where episodes come from, the first that has one is asked first.
+        max_worker_failures: Failures of one task's simulators in a row that are made good; one more ends the run.
     """
 
     name = "sampling"
@@ -58,25 +73,23 @@ class SamplingLane(Lane):
     def __init__(
         self,
         *,
-        pool: WorkerPool,
-        slots: dict[str, np.ndarray],
-        book: TicketBook,
+        pool: SimulatorPool,
+        sources: Sequence[EpisodeSource],
         meet: MeetingPoints,
         stop: StopFlag,
         num_envs: int,
-        group_size: int,
-        update_epochs: int,
+        max_worker_failures: int,
         wait_timeout_s: float,
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
         super().__init__(clock, tracer)
-        self._pool, self._slots, self._book, self._meet, self._stop = pool, slots, book, meet, stop
-        self._group_size, self._update_epochs, self._wait_timeout_s = group_size, update_epochs, wait_timeout_s
+        self._pool, self._sources, self._meet, self._stop = pool, sources, meet, stop
+        self._max_worker_failures, self._wait_timeout_s = max_worker_failures, wait_timeout_s
         self._idle: list[int] = list(range(num_envs))  # kept sorted: which environment plays a ticket is reproducible
-        self._reserved: list[int] = []  # slots taken for the next group
-        self._tickets: deque[Ticket] = deque()  # admitted, waiting for an environment
-        self._open: dict[int, _OpenGroup] = {}
+        self._running: dict[int, _Running] = {}
+        self._failures: dict[int, int] = {}  # task -> failures since one of its episodes came to its end
+        self._next_look = 0.0
 
     def step(self) -> None:
         """Start what may start, then handle the messages of at least one worker (one piece of overlapped work)."""
@@ -86,87 +99,116 @@ class SamplingLane(Lane):
         self._meet.admission.try_acquire()
         with self.tracer.span("collect"):
             for worker in ready:
-                self._handle(self._pool.receive(worker))
+                for record in self._receive(worker):
+                    self._handle(record)
 
     def step_together(self) -> None:
         """Start what may start, then wait for every busy environment, and handle them in order (serial schedule)."""
         self._dispatch()
         self._meet.admission.try_acquire()
-        records: list[Record] = []
+        answers: dict[int, tuple[int, Record]] = {}  # with the generation of the worker that gave it
         with self.tracer.span("collect"):
-            while len(records) < self._meet.num_envs - len(self._idle):
+            while len(answers) < len(self._running):
                 with self.clock.waiting():
                     workers = self._wait(workers_only=True)
                 for worker in workers:
-                    records += self._pool.receive(worker)
-            self._handle(sorted(records, key=lambda record: record.env))
+                    for record in self._receive(worker):
+                        answers[record.env] = (self._pool.generation(record.env), record)
+                # Episodes of a worker that was replaced in the meantime have begun anew.
+                answers = {env: given for env, given in answers.items() if given[0] == self._pool.generation(env)}
+            for env in sorted(answers):
+                self._handle(answers[env][1])
 
-    def _wait(self, *, workers_only: bool = False) -> list[Worker]:
-        """Workers with a message; empty when something else may have opened admission."""
-        sources: list = [self._stop, *self._pool.workers]
-        if not workers_only:
-            sources.append(self._meet.admission)
-            if self._idle and len(self._reserved) < self._group_size:  # none was free a moment ago
-                sources.append(self._meet.slots_free.semaphore)
-        if not wait_any(sources, self._wait_timeout_s) and len(self._idle) < self._meet.num_envs:
-            raise WaitTimeoutError(
-                f"lane sampling waited {self._wait_timeout_s:.0f} s for its simulators "
-                f"({self._meet.num_envs - len(self._idle)} busy, {len(self._meet.requests)} observations with the "
-                "inference lane); raise runtime.wait_timeout_s if the work can take that long"
-            )
+    def _wait(self, *, workers_only: bool = False) -> list[Any]:
+        """Workers with a message; empty when something else may have opened a source."""
+        others: list[Selectable] = []
+        if self._idle and not workers_only:
+            others = [other for source in self._sources for other in source.opens_with()]
+        deadline = time.monotonic() + self._wait_timeout_s
+        while True:
+            self._look_after_workers()
+            if wait_any([self._stop, *self._pool.workers, *others], _LOOK_S):
+                break
+            if time.monotonic() > deadline and self._running:
+                raise WaitTimeoutError(
+                    f"lane sampling waited {self._wait_timeout_s:.0f} s for its simulators ({len(self._running)} busy, "
+                    f"{len(self._meet.requests)} observations with the inference lane); raise runtime.wait_timeout_s "
+                    "if the work can take that long"
+                )
         if self._stop.is_set():
             raise Stopped
         return [worker for worker in self._pool.workers if wait_any([worker], 0)]
 
     def _dispatch(self) -> None:
-        """Give tickets to idle environments, admitting groups while they may start and slots are there."""
+        """Give tickets to idle environments while there are any."""
         while self._idle:
-            if not self._tickets and not self._admit():
-                return
-            ticket = self._tickets.popleft()
-            env, slot = self._idle.pop(0), self._open[ticket.group].slots[ticket.member]
-            self._pool.reset(env, slot, task=ticket.task, seed=ticket.seed, ticket=ticket.id)
-
-    def _admit(self) -> bool:
-        """Start the next group, if the staleness rule lets it and its slots are free."""
-        # All G slots are taken before the group counts as started, so that a started group always finishes.
-        while len(self._reserved) < self._group_size:
-            slot = self._meet.slots_free.try_get()
-            if slot is None:
-                return False
-            self._reserved.append(slot)
-        tickets = self._book.start_group(self._meet.applied_version // self._update_epochs)
-        if tickets is None:
-            return False
-        self._open[tickets[0].group] = _OpenGroup(
-            tickets, {ticket.member: slot for ticket, slot in zip(tickets, self._reserved, strict=True)}
-        )
-        self._reserved = []
-        self._tickets.extend(tickets)
-        return True
-
-    def _handle(self, records: list[Record]) -> None:
-        for record in records:
-            if record.kind is Kind.observed:
-                self._meet.requests.put(Request(record.env, record.slot, record.decision))
+            for source in self._sources:
+                order = source.next()
+                if order is not None:
+                    break
             else:
-                self._idle.append(record.env)
-                self._finish(record.slot)
-            self.clock.count()
-        self._idle.sort()
+                if not self._running and all(source.is_exhausted() for source in self._sources):
+                    raise Stopped
+                return
+            env = self._idle.pop(0)
+            self._running[env] = _Running(*order, source)
+            self._begin(env)
 
-    def _finish(self, slot: int) -> None:
-        group_id = int(self._slots["ticket"][slot]) // self._group_size
-        group = self._open[group_id]
-        group.finished += 1
-        if group.finished < self._group_size:
-            return
-        members = tuple(group.slots[member] for member in range(self._group_size))
-        initial = self._slots["initial_state"]
-        if any((initial[member] != initial[members[0]]).any() for member in members):
-            raise GroupMixupError(
-                f"members of group {group_id} (task {group.tickets[0].task}, seed {group.tickets[0].seed}) began from "
-                "different initial states: the environment's reset(task, seed) must be reproducible"
-            )
-        del self._open[group_id]
-        self._meet.groups.put(Group(group_id, group.tickets[0].task, members))
+    def _begin(self, env: int) -> None:
+        ticket, slot = self._running[env].ticket, self._running[env].slot
+        self._pool.reset(env, slot, task=ticket.task, seed=ticket.seed, ticket=ticket.id, film=ticket.film)
+
+    def _handle(self, record: Record) -> None:
+        env = record.env
+        if record.kind is Kind.observed:
+            generation, is_greedy = self._pool.generation(env), self._running[env].ticket.greedy
+            self._meet.requests.put(Request(env, record.slot, record.decision, generation, is_greedy))
+        else:
+            running = self._running.pop(env)
+            for task in (running.ticket.task, _NO_TASK):
+                self._failures.pop(task, None)
+            running.source.finished(running.ticket, running.slot)
+            self._idle.append(env)
+            self._idle.sort()
+        self.clock.count()
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def _look_after_workers(self) -> None:
+        """Replace workers that hang; at most once in a while, since looking costs more than most waits."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            for worker, error in self._pool.overdue():
+                self._replace(worker, error)
+
+    def _receive(self, worker: Any) -> list[Record]:
+        try:
+            return self._pool.receive(worker)
+        except WorkerError as error:
+            self._replace(worker, error)
+            return []
+
+    def _replace(self, worker: Any, cause: Exception) -> None:
+        """Put a new worker in the place of one that failed; its episodes begin anew, with the same tickets.
+
+        Raises:
+            RepeatedFailureError: It is the same task's simulator that fails again and again.
+        """
+        lost = [env for env in self._pool.envs_of(worker) if env in self._running]
+        # The simulator that moved last is the one the worker was busy with.
+        culprit = self._running[max(lost, key=self._pool.beat)] if lost else None
+        task = culprit.ticket.task if culprit else _NO_TASK
+        failures = self._failures[task] = self._failures.get(task, 0) + 1
+        where = f"task {task}, initial state {culprit.ticket.seed}" if culprit else "no episode under way"
+        if failures > self._max_worker_failures:
+            raise RepeatedFailureError(
+                f"{failures} simulator workers failed in a row ({where}; runtime.max_worker_failures="
+                f"{self._max_worker_failures}), the last one: {cause}"
+            ) from cause
+        logger.warning("%s", f"{cause}; it is replaced, {len(lost)} episodes begin anew ({where})")
+        logger.info("what that worker left behind:\n%s", getattr(cause, "details", ""), extra={"file_only": True})
+        self._pool.replace(worker)
+        self._meet.worker_restarts += 1
+        for env in lost:
+            self._begin(env)

@@ -1,4 +1,4 @@
-"""From episode slots to batches: one gather per batch, straight from shared memory to the policy's device."""
+"""From episode slots to batches: straight from shared memory to the policy's device."""
 
 from __future__ import annotations
 
@@ -9,26 +9,42 @@ import torch
 from dvla.models.policy import Observation
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 
+_LARGE = 1 << 16
+"""Bytes from which an entry goes to a GPU by a copy of its own: it is then read where the simulator wrote it."""
+
+
 class SlotTensors:
-    """The slot memory as torch tensors that share it.
+    """Batches out of the slot memory, and into it.
 
     Args:
-        arrays: The mapped arrays of `dvla.planes.slots`.
+        tensors: The slot memory by field (`dvla.planes.data_plane`).
         device: Where batches go.
     """
 
-    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device) -> None:
-        self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self.record_names = [name.removeprefix("record.") for name in arrays if name.startswith("record.")]
+    def __init__(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        self.tensors = tensors
+        self.record_names = [name.removeprefix("record.") for name in tensors if name.startswith("record.")]
         self._device = device
 
     def gather(self, name: str, slots: Tensor, decisions: Tensor) -> Tensor:
-        """Entries (B, ...) of the field `name` at the given slots and decisions (both (B,) int64, host)."""
-        return self.tensors[name][slots, decisions].to(self._device, non_blocking=True)
+        """Entries (B, ...) of the field `name` at the given slots and decisions (both (B,) int64, host).
+
+        A single entry is not copied on the host at all. Copies to a GPU may be under way when this returns: wait with
+        `dvla.runtime.device.finish_copies` before the slots are given away.
+        """
+        source = self.tensors[name]
+        if len(slots) == 1:
+            return source[int(slots[0]), int(decisions[0])].unsqueeze(0).to(self._device, non_blocking=True)
+        entry = source.shape[2:]
+        if source.device == self._device or entry.numel() * source.itemsize < _LARGE:
+            return source[slots, decisions].to(self._device, non_blocking=True)
+        batch = torch.empty(len(slots), *entry, dtype=source.dtype, device=self._device)
+        for row, slot, decision in zip(batch, slots.tolist(), decisions.tolist(), strict=True):
+            row.copy_(source[slot, decision], non_blocking=True)
+        return batch
 
     def observation(self, slots: Tensor, decisions: Tensor) -> Observation:
         """The observations (B, ...) of the given decisions."""
@@ -44,4 +60,5 @@ class SlotTensors:
 
     def scatter(self, name: str, slots: Tensor, decisions: Tensor, values: Tensor) -> None:
         """Write `values` (B, ...) to the field `name`."""
-        self.tensors[name][slots, decisions] = values.to("cpu", self.tensors[name].dtype)
+        target = self.tensors[name]
+        target[slots, decisions] = values.to(target.device, target.dtype)

@@ -64,6 +64,7 @@ def slot_layout(
         ("num_decisions", (num_slots,), "int64"),
         ("success", (num_slots,), "uint8"),  # at any step of the episode
         ("initial_state", (num_slots, 16), "uint8"),  # digest
+        ("beat", (num_slots,), "float64"),  # monotonic time at which the simulator was last seen to move
         # written by the inference lane
         ("actions", actions, "float32"),
         ("logprobs", actions, "float32"),

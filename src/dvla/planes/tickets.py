@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dvla.rl.admission import choose_group, may_start
+from dvla.rl.task_sampling import choose_task, running_success
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,10 @@ class Ticket:
     task: int
     seed: int
     """Decides the initial state; the same for all members of a group."""
+    greedy: bool = False
+    """Whether the policy takes its likeliest actions, for evaluation, or explores."""
+    film: int | None = None
+    """Record a video of the episode, for the evaluation round of this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +45,15 @@ class Group:
     slots: tuple[int, ...]
 
 
-def make_tickets(seed: int, group: int, group_size: int, num_tasks: int) -> list[Ticket]:
-    """The tickets of group number `group`: its task (uniform) and initial state depend on (seed, group) alone."""
+def make_tickets(
+    seed: int, group: int, group_size: int, success: Sequence[float], task_sampling: str = "uniform"
+) -> list[Ticket]:
+    """The tickets of group number `group`.
+
+    Its initial state depends on (seed, group) alone, its task as well, unless tasks are sampled by how they succeed.
+    """
     rng = np.random.default_rng(np.random.SeedSequence((seed, group)))
-    task = int(rng.integers(num_tasks))
+    task = choose_task(task_sampling, group, rng.random(), success)
     init_seed = int(rng.integers(2**31))
     return [Ticket(group * group_size + member, group, member, task, init_seed) for member in range(group_size)]
 
@@ -66,8 +76,9 @@ class TicketBook:
         max_staleness: int,
         num_tasks: int,
         num_batches: int,
+        task_sampling: str = "uniform",
     ) -> None:
-        self._seed, self._group_size, self._num_tasks = seed, group_size, num_tasks
+        self._seed, self._group_size, self._task_sampling = seed, group_size, task_sampling
         self._groups_per_batch, self._max_staleness = groups_per_batch, max_staleness
         self._num_batches = num_batches
         self._stride = world_size
@@ -77,6 +88,7 @@ class TicketBook:
         self._started = 0
         self._dropped = 0
         self._taken = 0
+        self._success = [0.0] * num_tasks  # running rates
 
     def start_group(self, batch_version: int) -> list[Ticket] | None:
         """Admit the next group at the version the replica has; None while it may not start yet."""
@@ -95,7 +107,7 @@ class TicketBook:
             self._next_group += self._stride
             self._started += 1
             self._begun_at[group] = batch_version
-        return make_tickets(self._seed, group, self._group_size, self._num_tasks)
+            return make_tickets(self._seed, group, self._group_size, self._success, self._task_sampling)
 
     def choose(self, finished: Sequence[int]) -> int | None:
         """Which of the `finished` groups to train on next; None to wait for one that must come first."""
@@ -120,23 +132,28 @@ class TicketBook:
             del self._begun_at[group]
             self._taken += 1
 
-    def cursor(self) -> int:
-        """Number of the next group of this rank, for checkpoints."""
+    def note(self, task: int, success_rate: float) -> None:
+        """Learn how a group of `task` went."""
         with self._lock:
-            return self._next_group
+            self._success[task] = running_success(self._success[task], success_rate)
+
+    def cursor(self) -> dict[str, Any]:
+        """Where this rank's groups go on, for checkpoints."""
+        with self._lock:
+            return {"next_group": self._next_group, "success": list(self._success)}
 
     def num_open(self) -> int:
         """Groups that have begun and that no batch has taken: lost, if the run ends now."""
         with self._lock:
             return len(self._begun_at)
 
-    def restore(self, *, next_group: int, batches_done: int) -> None:
+    def restore(self, *, next_group: int, success: Sequence[float], batches_done: int) -> None:
         """Go on after a checkpoint: groups in flight then are lost, and count neither as started nor as dropped.
 
         Starting the count at what was taken keeps the admission rule from admitting a burst.
         """
         with self._lock:
-            self._next_group = next_group
+            self._next_group, self._success = next_group, list(success)
             self._started = self._taken = batches_done * self._groups_per_batch
             self._dropped = 0
             self._begun_at.clear()

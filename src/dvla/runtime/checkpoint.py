@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -103,9 +105,19 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, gr
 
 
 def load_plain(folder: Path, model: nn.Module) -> None:
-    """Read the trained parameters of a complete checkpoint into a plain model, in one process without ranks."""
+    """Read the trained parameters of a complete checkpoint into a plain model, on this rank alone.
+
+    Raises:
+        CheckpointError: They do not fit the model.
+    """
     state = {"model": get_model_state_dict(model, options=_TRAINABLE)}
-    dcp_load(state, checkpoint_id=folder, no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is not: this rank reads for itself
+            dcp_load(state, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"the weights in {folder} do not fit this policy in this environment: {cause}") from error
     set_model_state_dict(model, state["model"], options=_TRAINABLE)
 
 

@@ -66,9 +66,13 @@ class Console:
         pace.step(version, self._clock())
         self._show(lambda view: view.step(pace, values))
 
+    def message(self, text: str) -> None:
+        """Say something that stays to be read."""
+        self._show(lambda view: view.message(text))
+
     def summary(self, values: Mapping[str, Any], folder: Path) -> None:
         """Say how the run ended, given what is in ``summary.json``; may come after `close`."""
-        self._show(lambda view: view.message(summary_text(values, folder)))
+        self.message(summary_text(values, folder))
 
     def close(self) -> None:
         """Give the terminal back; closing twice does no harm."""

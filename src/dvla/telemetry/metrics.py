@@ -1,5 +1,7 @@
 """Numbers of every optimiser step, for programs (``metrics.jsonl``) and people (TensorBoard); rank 0 only.
 
+Evaluations have a file of their own (``evaluations.jsonl``), since they may take longer than a step.
+
 Every line is on the disk's doorstep once `write` returns: a killed run loses nothing but perhaps the tail of
 its last line. The tags are explained in ``docs/metrics.md``.
 """
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FILE_NAME = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 
 
 class MetricsWriter:
@@ -31,12 +34,12 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = True, resume_at: int = 0) -> None:
-        path = folder / FILE_NAME
         folder.mkdir(parents=True, exist_ok=True)
-        if path.exists():  # a line that was being written when the run was killed goes, too
-            kept = [line for line in read_metrics(path) if line["policy_version"] <= resume_at]
-            write_atomically(path, (json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a", buffering=1, encoding="utf-8")  # a line goes to the system as it ends
+        self._evaluations = folder / EVALUATIONS
+        for path in (folder / FILE_NAME, self._evaluations):
+            _take_back(path, resume_at)
+        # A line goes to the system as it ends.
+        self._file = (folder / FILE_NAME).open("a", buffering=1, encoding="utf-8")
         self._tensorboard: SummaryWriter | None = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -58,6 +61,14 @@ class MetricsWriter:
             for tag, value in {"rollout/env_steps": env_steps, **finite}.items():
                 self._tensorboard.add_scalar(tag, float(value), policy_version)
 
+    def write_evaluation(self, policy_version: int, values: Mapping[str, float]) -> None:
+        """Write the result of an evaluation that began with the weights of `policy_version`."""
+        with self._evaluations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"policy_version": policy_version, **values}) + "\n")
+        if self._tensorboard:
+            for tag, value in values.items():
+                self._tensorboard.add_scalar(tag, value, policy_version)
+
     def add_text(self, tag: str, text: str) -> None:
         """Show a text, verbatim, in TensorBoard."""
         if self._tensorboard:
@@ -74,6 +85,13 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _take_back(path: Path, resume_at: int) -> None:
+    """Drop lines beyond a version, and one that was being written when the run was killed."""
+    if path.exists():
+        kept = [line for line in read_metrics(path) if line["policy_version"] <= resume_at]
+        write_atomically(path, (json.dumps(line) + "\n" for line in kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

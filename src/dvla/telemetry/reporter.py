@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COUNTS = ("episodes", "groups", "groups_dropped", "env_steps", "decisions", "trained_decisions", "staleness_sum")
+_COUNTS = (
+    *("episodes", "groups", "groups_dropped", "env_steps", "decisions", "trained_decisions", "staleness_sum"),
+    "worker_restarts",
+)
 _MAXIMA = ("staleness_max", "logprob_gap_max")
 
 
@@ -40,6 +43,7 @@ class Reporter:
         self._metrics: MetricsWriter | None = None
         self._totals = dict.fromkeys(_COUNTS, 0.0) | dict.fromkeys(_MAXIMA, -1.0)
         self._history: list[tuple[float, float]] = []  # (success rate, mean return) of each batch
+        self._evaluations: dict[int, float] = {}  # policy version -> success rate
         self._earlier_wall_s = 0.0
         self._time = LaneClock()  # of this attempt
         self._policy_version = 0
@@ -65,11 +69,17 @@ class Reporter:
         """Go on counting where a checkpoint left off."""
         self._totals |= state["totals"]
         self._history = [tuple(pair) for pair in state["history"]]
+        self._evaluations = {int(version): rate for version, rate in state["evaluations"].items()}
         self._earlier_wall_s = state["wall_s"]
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs."""
-        return {"totals": self._totals, "history": self._history, "wall_s": self._wall_s()}
+        return {
+            "totals": self._totals,
+            "history": self._history,
+            "evaluations": self._evaluations,
+            "wall_s": self._wall_s(),
+        }
 
     def training_starts(
         self,
@@ -130,6 +140,14 @@ class Reporter:
             save_film(self._folder / "frames" / f"step_{self._policy_version:06d}.png", report.frames)
         self._console.step({"policy_version": report.policy_version, **values})
 
+    def evaluation(self, values: dict[str, float]) -> None:
+        """Take in the result of an evaluation round; called by the grpo lane."""
+        version = int(values["eval/version"])
+        self._evaluations[version] = values["eval/success_rate"]
+        if self._metrics:
+            self._metrics.write_evaluation(version, values)
+        self._console.message(f"evaluation at step {version}: success rate {values['eval/success_rate']:.3f}")
+
     def _wall_s(self) -> float:
         return self._earlier_wall_s + self._time.total().wall_s
 
@@ -158,6 +176,7 @@ class Reporter:
             "nodes": world.world_size // world.local_world_size,
             "model": f"{config.model.name}/{config.model.preset}",
             "env": f"{config.env.name}/{config.env.task}",
+            "meshes": config.render.meshes.name,
             "policy_version": self._policy_version,
             **{name: int(totals[name]) for name in ("episodes", "groups", "groups_dropped")},
             # Nothing steps after an episode's end, so every step is a valid one.
@@ -173,8 +192,10 @@ class Reporter:
             "weight_syncs": len(syncs),
             "weight_bytes": self._weight_bytes,
             "weight_sync_s_mean": sum(syncs) / len(syncs) if syncs else None,
-            "worker_restarts": 0,
-            **dict.fromkeys(("eval_success_before", "eval_success_after", "cpu_efficiency")),  # not measured
+            "worker_restarts": int(totals["worker_restarts"]),
+            "eval_success_before": self._evaluations.get(0),
+            "eval_success_after": self._evaluations.get(config.algo.num_steps),
+            "cpu_efficiency": None,  # not measured
             "lanes": {name: {key: getattr(use, key) for key in LANE_KEYS} for name, use in uses.items()},
             "groups_lost": self._groups_lost,
         }

@@ -1,0 +1,1 @@
+"""Datasets of demonstrations, on disk."""

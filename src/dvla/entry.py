@@ -1,0 +1,62 @@
+"""How every rank of a program starts and ends: signals, Hydra, one line for an error, an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+
+from dvla.config import ConfigError, register
+from dvla.runtime.failure import describe, tell_torchrun
+from dvla.runtime.processes import die_with_parent, set_title
+from dvla.runtime.stop_request import StopRequest
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "conf"
+
+
+def start_rank(config_name: str, title: str, work: Callable[[DictConfig, StopRequest], int]) -> None:
+    """Do `work` with the composed config; ends the process with the exit code it returns.
+
+    Args:
+        config_name: The file in ``conf/``.
+        title: Name of the process, which the rank's number is added to.
+        work: Imports what is heavy itself, so that a signal finds its handler from the beginning.
+    """
+    stop_request = StopRequest()
+    stop_request.install()  # before the heavy imports: a signal during start-up must not kill one rank alone
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    rank = int(os.environ.get("RANK", "0"))
+    set_title(f"{title}:r{rank}")
+    register()
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)
+    def start(composed: DictConfig) -> None:
+        try:
+            code = work(composed, stop_request)
+        except BaseException as error:
+            message = str(error) if isinstance(error, ConfigError) else describe(error)
+            tell_torchrun(message)
+            # A wrong setting is found by all ranks: one says it.
+            if rank == 0 or not isinstance(error, ConfigError):
+                sys.stderr.write(f"dvla: rank {rank}: error: {message}\n")
+            code = 2 if isinstance(error, ConfigError) else 1
+        _leave(code)
+
+    start()
+
+
+def _leave(code: int) -> None:
+    """End the process at once: threads still in a broken collective would turn the exit code into a crash."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,272 @@
+"""Evaluation by itself: simulators, a replica with fixed weights, the sampling and the inference lane, a table.
+
+The episodes are dealt out to the ranks beforehand (`dvla.lanes.evaluation_episodes`), so that each is played exactly once
+whatever the number of ranks, workers and environments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dvla.config import Config, ConfigError, config_hash
+from dvla.envs.registry import expected_action_dim
+from dvla.envs.simulators import open_simulators
+from dvla.lanes.evaluation_episodes import EvaluationEpisodes, Outcome, evaluation_tickets
+from dvla.lanes.inference import InferenceLane
+from dvla.lanes.lane import ErrorBoard
+from dvla.lanes.meeting_points import MeetingPoints
+from dvla.lanes.sampling import SamplingLane
+from dvla.models.policy_source import check_policy
+from dvla.models.sharding import COMPUTE_DTYPE
+from dvla.models.trained import trained_policy
+from dvla.planes.data_plane import make_data_plane
+from dvla.planes.manifest import make_manifest
+from dvla.planes.observations import SlotTensors
+from dvla.planes.semaphore import StopFlag, wait_any
+from dvla.planes.weights import Replica
+from dvla.runtime.checkpoint import read_train_state
+from dvla.runtime.device import compute_threads
+from dvla.runtime.world import World, join_world, require_same
+from dvla.telemetry.atomic_file import write_atomically
+from dvla.telemetry.confidence import success_interval
+from dvla.telemetry.lane_clock import LaneClock
+from dvla.telemetry.logs import set_up_logging
+from dvla.telemetry.progress import Progress
+from dvla.telemetry.trace import Tracer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dvla.envs.batch_pool import BatchPool
+    from dvla.envs.pool import WorkerPool
+    from dvla.envs.protocol import EnvSpec
+    from dvla.runtime.stop_request import StopRequest
+
+logger = logging.getLogger(__name__)
+
+RESULTS = "evaluation.json"
+
+
+def evaluate(config: Config, checkpoint: Path | None, out: Path | None, stop_request: StopRequest) -> int:
+    """Evaluate on this rank; rank 0 shows and writes the results of all.
+
+    Args:
+        config: Environment, model, and how to run them.
+        checkpoint: Whose weights to take; None for those the model begins with.
+        out: A new folder for the results; None for one beside the checkpoints.
+        stop_request: Ends it early, with the results so far.
+
+    Returns:
+        The exit code of the process.
+    """
+    begin = time.monotonic()
+    runtime = config.runtime
+    world = join_world(config.device, runtime.collective_timeout_s)
+    torch.set_num_threads(compute_threads(runtime.torch_threads, world.local_world_size))
+    require_same(world, "configuration", config_hash(config) + str(checkpoint))
+    check_policy(config.model, tuple(config.env.cameras), expected_action_dim(config.env, config.render))
+    version = int(read_train_state(checkpoint.resolve())["policy_version"]) if checkpoint else 0
+    folder = _make_folder(config, checkpoint, version, out, world)
+    set_up_logging(world.rank, folder / "logs")
+    title = f"dvla:eval:r{world.rank}"
+    with open_simulators(config, world.device, logs=folder / "logs", title=title, videos=folder / "videos") as pool:
+        spec = pool.spec()
+        require_same(world, "environment", repr(spec))
+        if config.evaluation.videos_per_task and not spec.cameras:
+            raise ConfigError("evaluation.videos_per_task: there is nothing to film without env.cameras")
+        policy = trained_policy(config.model, spec=spec, seed=config.seed, checkpoint=checkpoint)
+        replica = policy.to(world.device, COMPUTE_DTYPE[runtime.precision]).requires_grad_(False)
+        outcomes, restarts = play(config, world, spec, pool, replica, version, stop_request)
+    everything: list[Any] = [None] * world.world_size
+    dist.all_gather_object(everything, (outcomes, restarts), group=world.control_pg)
+    if world.is_main:
+        results = [outcome for part, _ in everything for outcome in part]
+        summary = {
+            "exit": "stopped" if stop_request.is_set() else "completed",
+            "checkpoint": str(checkpoint.resolve()) if checkpoint else config.model.checkpoint,
+            "policy_version": version,
+            "model": f"{config.model.name}/{config.model.preset}",
+            "env": spec.name,
+            "meshes": config.render.meshes.name,
+            "greedy": config.evaluation.greedy,
+            "device": world.device.type,
+            "world_size": world.world_size,
+            "worker_restarts": sum(part for _, part in everything),
+            "wall_s": time.monotonic() - begin,
+            **summarise(results, spec.instructions),
+        }
+        write_atomically(folder / RESULTS, [json.dumps(summary, indent=1) + "\n"])
+        print(f"{table(summary)}\nresults: {folder}")
+    return 0
+
+
+def _make_folder(config: Config, checkpoint: Path | None, version: int, out: Path | None, world: World) -> Path:
+    """Rank 0 makes the folder of the results for all.
+
+    Raises:
+        ConfigError: It cannot be made; raised on every rank.
+    """
+    said: list[Any] = [None, None]
+    if world.is_main:
+        name = f"{config.env.task}_step_{version:06d}" if checkpoint else f"{config.model.name}_{config.env.task}"
+        root = checkpoint.resolve().parents[1] if checkpoint else Path(config.run.root)
+        place, number = root / "evaluations" / name, 1
+        while place.exists():  # an earlier evaluation of the same weights is kept
+            number += 1
+            place = place.with_name(f"{name}_{number}")
+        try:
+            (out or place).mkdir(parents=True)
+            said = [None, str(out or place)]
+        except FileExistsError:
+            said = [f"out={out} exists: give a new folder", None]
+        except OSError as error:
+            said = [f"cannot make the folder {out or place} ({error.strerror}): give another one with out=…", None]
+    dist.broadcast_object_list(said, src=0, group=world.control_pg)
+    if said[0] is not None:
+        raise ConfigError(said[0])
+    return Path(said[1])
+
+
+def play(
+    config: Config,
+    world: World,
+    spec: EnvSpec,
+    pool: WorkerPool | BatchPool,
+    policy: Any,
+    version: int,
+    stop_request: StopRequest,
+) -> tuple[list[Outcome], int]:
+    """Play this rank's share of the episodes.
+
+    Args:
+        config: Which episodes, and how to run them.
+        world: This rank.
+        spec: The environment.
+        pool: Its simulators, built and not attached yet.
+        policy: A frozen policy on the rank's device; decides as the weights of `version`.
+        version: Written down with every decision.
+        stop_request: Ends it early.
+
+    Returns:
+        The outcomes in the order of their ends, and how many workers were replaced.
+
+    Raises:
+        Exception: The first error of any lane.
+    """
+    runtime = config.runtime
+    data = make_data_plane(config, spec, policy.record_spec, pool, world.device, num_slots=runtime.num_envs)
+    tickets = evaluation_tickets(spec, config.evaluation, rank=world.rank, world_size=world.world_size)
+    stop = StopFlag()
+    meet = MeetingPoints.create(
+        num_envs=runtime.num_envs,
+        num_slots=runtime.num_envs,
+        stop=stop,
+        timeout_s=runtime.wait_timeout_s,
+        num_evaluation_episodes=len(tickets),
+    )
+    meet.applied_version = version
+    meet.rounds.put(version)
+    tracer = Tracer(world.rank, False)
+    lanes = [
+        SamplingLane(
+            pool=pool,
+            sources=[EvaluationEpisodes(tickets, slots=data.arrays, meet=meet)],
+            meet=meet,
+            stop=stop,
+            num_envs=runtime.num_envs,
+            max_worker_failures=runtime.max_worker_failures,
+            wait_timeout_s=runtime.wait_timeout_s,
+            clock=LaneClock(),
+            tracer=tracer.for_lane("sampling"),
+        ),
+        InferenceLane(
+            replica=Replica(policy, make_manifest(policy, COMPUTE_DTYPE[runtime.precision]), world.device),
+            host=None,
+            slots=SlotTensors(data.tensors, world.device),
+            pool=pool,
+            meet=meet,
+            stop=stop,
+            device=world.device,
+            seed=config.seed,
+            max_batch=runtime.max_batch,
+            max_wait_s=runtime.max_wait_s,
+            verify_weights=False,
+            cuda_graphs=False,
+            clock=LaneClock(),
+            tracer=tracer.for_lane("inference"),
+        ),
+    ]
+    errors = ErrorBoard(stop)
+    threads = [lane.start(errors) for lane in lanes]
+    outcomes: list[Outcome] = []
+    unit = "episodes" if world.world_size == 1 else f"episodes of rank 0 of {world.world_size}"
+    with Progress(len(tickets), unit, enabled=world.is_main and config.telemetry.console) as progress:
+        while len(outcomes) < len(tickets) and not stop_request.is_set() and not stop.is_set():
+            wait_any([meet.outcomes.semaphore, stop, stop_request], 1.0)
+            while (outcome := meet.outcomes.try_get()) is not None:
+                outcomes.append(outcome)
+            rate = sum(outcome.success for outcome in outcomes) / max(len(outcomes), 1)
+            progress.update(len(outcomes), f"success rate {rate:.3f}")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    data.close()
+    if errors.first is not None:
+        lane, error = errors.first
+        error.add_note(f"in lane {lane}")
+        logger.error("the evaluation failed", exc_info=error, extra={"file_only": True})
+        raise error
+    return outcomes, meet.worker_restarts
+
+
+def summarise(outcomes: Sequence[Outcome], instructions: Sequence[str]) -> dict[str, Any]:
+    """Success by task and over all, with 95 % confidence intervals, and every episode."""
+
+    def gist(part: Sequence[Outcome]) -> dict[str, Any]:
+        successes = sum(outcome.success for outcome in part)
+        low, high = success_interval(successes, len(part))
+        return {
+            "episodes": len(part),
+            "successes": successes,
+            "success_rate": successes / len(part) if part else None,
+            "interval": [low, high],
+            "mean_steps": sum(outcome.steps for outcome in part) / len(part) if part else None,
+            "mean_return": sum(outcome.reward for outcome in part) / len(part) if part else None,
+        }
+
+    return {
+        **gist(outcomes),
+        "tasks": [
+            {"task": task, "instruction": words, **gist([outcome for outcome in outcomes if outcome.task == task])}
+            for task, words in enumerate(instructions)
+        ],
+        "outcomes": [dataclasses.asdict(o) for o in sorted(outcomes, key=lambda o: (o.task, o.seed))],
+    }
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The results for people."""
+    rows = [(f"{part['task']:2d}", part, part["instruction"]) for part in summary["tasks"]]
+    if len(rows) > 1:
+        rows.append(("all", summary, ""))
+    lines = [
+        f"{summary['exit']}: {summary['model']} at step {summary['policy_version']} in {summary['env']}, "
+        f"{summary['episodes']} episodes",
+        "task  success  95 % interval   episodes  steps  instruction",
+    ]
+    for name, part, words in rows:
+        if part["episodes"]:
+            low, high = part["interval"]
+            numbers = f"{part['success_rate']:7.3f}  {low:.3f} to {high:.3f}  {part['episodes']:8d}  {part['mean_steps']:5.0f}"
+        else:
+            numbers = f"{'-':>7}  {'-':>14}  {0:8d}  {'-':>5}"
+        lines.append(f"{name:>4}  {numbers}  {words}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,55 @@
+"""From a training checkpoint back to the run's settings and to a plain policy with its trained weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dvla.config import Config, ConfigError, ModelConfig, load
+from dvla.envs.protocol import EnvSpec
+from dvla.models.policy_source import prepare_policy
+from dvla.runtime.checkpoint import fault_of, load_plain
+
+
+def run_config(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run that a checkpoint lies in, as plain values.
+
+    Args:
+        checkpoint: A ``step_NNNNNN`` folder of a run, or the link ``latest``.
+
+    Raises:
+        ConfigError: The checkpoint is torn or not of a run.
+    """
+    if fault := fault_of(checkpoint.resolve()):
+        raise ConfigError(f"checkpoint={checkpoint}: no complete checkpoint ({fault})")
+    settings = checkpoint.resolve().parents[1] / "config.yaml"
+    if not settings.is_file():
+        raise ConfigError(f"checkpoint={checkpoint}: {settings} is missing: the folder must lie in its run")
+    return yaml.safe_load(settings.read_text())
+
+
+def as_config(plain: dict[str, Any]) -> Config:
+    """Plain values as a checked config."""
+    from omegaconf import OmegaConf
+
+    return load(OmegaConf.create(plain))
+
+
+def trained_policy(model: ModelConfig, *, spec: EnvSpec, seed: int, checkpoint: Path | None) -> Any:
+    """A plain policy on the CPU.
+
+    Args:
+        model: The policy.
+        spec: The environment it is for.
+        seed: Of random weights.
+        checkpoint: Whose weights to take; None for those the model begins with.
+    """
+    source = prepare_policy(model, spec=spec, seed=seed)
+    if source.load is not None:
+        source.policy.to_empty(device="cpu")
+        source.load(source.policy)
+    if checkpoint is not None:
+        load_plain(checkpoint.resolve(), source.policy)
+    return source.policy
