@@ -78,8 +78,7 @@ def test_every_episode_is_played_once_and_alike(alone, workers, ranks, tmp_path)
     assert sorted(key for part in parts for key in part.key()) == alone.key()
     assert len(alone.outcomes) == 21
     seen = {key: values for part in parts for key, values in part.seen.items()}
-    assert seen.keys() == alone.seen.keys()
-    assert all(bool((values == alone.seen[key]).all()) for key, values in seen.items())
+    assert seen == alone.seen
 
 
 def test_wilsons_interval_is_scipys():

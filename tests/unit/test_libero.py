@@ -139,6 +139,72 @@ def test_same_seed_same_episode_on_every_instance_and_after_others(seeing):
     np.testing.assert_array_equal(look(seeing)[0], first[1][2])
 
 
+@pytest.mark.parametrize("task", [0, 4])  # in 4 a drawer is open, for which LIBERO draws a random number
+def test_every_way_of_beginning_an_episode_gives_the_same(seeing, task):
+    """LIBERO's own loading and compiling, our reset after another episode, and the snapshot, each with what follows."""
+    from libero.libero.envs.env_wrapper import ControlEnv
+
+    actions = np.random.default_rng(1).uniform(-1, 1, (40, 7))
+
+    def follow(env):
+        first = look(env)
+        rewards = [env.step(action).reward for action in actions]
+        return [*first, *look(env), env._simulator.sim.get_state().flatten(), rewards, np.random.get_state()[1]]  # noqa: NPY002
+
+    seeing.reset(task, 8)
+    follow(seeing)
+    initial = seeing.reset(task, 7)
+    fresh = follow(seeing)
+    for _ in range(2):
+        assert seeing.reset(task, 7) == initial  # from the snapshot, the second time after a snapshot's episode
+        for mine, theirs in zip(follow(seeing), fresh, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    other = LiberoEnv(image_size=SIZE, render_backend="osmesa")
+    assert other.reset(task, 7) == initial
+    for mine, theirs in zip(follow(other), fresh, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    other.close()
+
+    own = ControlEnv(
+        bddl_file_name=seeing._suite.problem_file(task), use_camera_obs=False, has_offscreen_renderer=False
+    )
+    own.seed(7)
+    own.reset()
+    own.set_init_state(seeing._suite.initial_states(task)[7])
+    for action in [OPEN.astype(np.float64)] * 10 + list(actions):
+        own.step(action)
+    np.testing.assert_array_equal(own.get_sim_state(), fresh[4])
+    own.close()
+
+
+def test_light_meshes_change_the_picture_little_and_the_physics_not_at_all(seeing, monkeypatch, tmp_path):
+    monkeypatch.setenv("DVLA_CACHE_DIR", str(tmp_path))
+    light = LiberoEnv(image_size=SIZE, render_backend="osmesa", meshes="light")
+    mine, exact = play(light, 0, 2), play(seeing, 0, 2)
+    assert mine[0] == exact[0]
+    np.testing.assert_array_equal(mine[2], exact[2])
+    for image, full in zip(mine[1][::2], exact[1][::2], strict=True):
+        difference = np.abs(image.astype(int) - full).mean(axis=(1, 2, 3))
+        assert (difference < 2.5).all()
+        assert (difference > 0.05).any()  # the light meshes were used
+
+    def faces(env):
+        model = env._simulator.sim.model
+        return sum(model.mesh_facenum[model.geom_dataid[(model.geom_group == 1) & (model.geom_type == 7)]])
+
+    assert faces(light) < faces(seeing) / 6
+    light.close()
+
+
+def test_what_is_out_of_view_is_left_out_and_not_missed(seeing, monkeypatch):
+    seeing.reset(0, 2)
+    lean = look(seeing)[0]
+    left_out = [~seeing._renderer._in_view(camera) for camera in range(seeing._renderer._model.ncam)]
+    assert max(part.sum() for part in left_out) > 3
+    monkeypatch.setattr(libero_setup.Renderer, "_in_view", lambda self, _: np.ones(self._model.ngeom, bool))
+    np.testing.assert_array_equal(look(seeing)[0], lean)
+
+
 def test_steps_do_not_draw(seeing, monkeypatch):
     import mujoco
 
@@ -163,7 +229,7 @@ def test_faster_pictures_look_nearly_the_same(seeing):
 def test_a_simulator_is_kept_until_the_task_changes(blind, monkeypatch):
     built = []
     create = libero_setup.create_simulator
-    monkeypatch.setattr(libero, "create_simulator", lambda file: built.append(file) or create(file))
+    monkeypatch.setattr(libero, "create_simulator", lambda file, light: built.append(file) or create(file, light))
     states = [blind.reset(task, seed) for task, seed in [(4, 0), (4, 1), (4, 50), (5, 0)]]
     assert [("in_the_top_drawer" in file, "on_the_ramekin" in file) for file in built] == [(True, False), (False, True)]
     assert len(set(states)) == 4  # initial state 50 is that of seed 0 with its furniture elsewhere
@@ -204,7 +270,12 @@ def test_bad_input_while_running(blind, monkeypatch):
         blind.reset(10, 0)
     monkeypatch.setattr(blind, "_initial_states", blind._initial_states[:, :-1])
     with pytest.raises(EnvironmentSetupError, match=r"91 numbers but the model under MuJoCo .* has 92"):
-        blind.reset(0, 0)
+        blind.reset(0, 1)
+    states = blind._suite.initial_states(0)
+    for change, message in ((np.nan, "not finite"), (2.0, "not of unit length")):
+        monkeypatch.setattr(blind, "_initial_states", states * change)
+        with pytest.raises(EnvironmentSetupError, match=message):
+            blind.reset(0, 1)
 
 
 def test_a_diverged_simulation_is_reported(blind, monkeypatch, tmp_path):
@@ -224,6 +295,7 @@ def test_a_diverged_simulation_is_reported(blind, monkeypatch, tmp_path):
         ({"image_size": (0, 64)}, "must lie between 1 and"),
         ({"image_size": (64, 100_000)}, "must lie between 1 and"),
         ({"reward_mode": "dense"}, "LIBERO has no dense reward"),
+        ({"meshes": "heavy"}, "meshes='heavy' must be one of: light, full"),
         ({"settle_steps": -1}, "must not be negative"),
         ({"render_backend": "gpu"}, "must be one of: auto, osmesa, egl"),
     ],

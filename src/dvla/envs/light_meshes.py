@@ -4,9 +4,9 @@ A software rasteriser spends its time on vertices, not on pixels: with the meshe
 64 by 64 pixels costs as much as one of 256 by 256. Only what is drawn is replaced. Collision shapes, inertias
 and joints are read from the original files, so the simulation is the same to the bit.
 
-`light_visuals` is the one entry: while it is active, SAPIEN's builders receive the light copy of each heavy
-mesh. Copies are made once per machine and kept in a cache folder, under a name that depends on the content of
-the source file.
+`light_visuals` is ManiSkill's entry: while it is active, SAPIEN's builders receive the light copy of each heavy
+mesh. (LIBERO's is `dvla.envs.libero_meshes`.) Copies are made once per machine by `cached_copy` and kept in a cache
+folder, under a name that depends on the content of the source file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,16 +79,39 @@ def light_mesh(source: Path) -> Path:
     """
     if source.suffix.lower() not in SUFFIXES or not source.is_file():
         return source
-    status = source.stat()
-    if status.st_size < MIN_BYTES:
+    if source.stat().st_size < MIN_BYTES:
         return source
-    return _cached_light_mesh(source, status.st_size, status.st_mtime_ns, cache_folder())
+    return cached_copy(source, source.suffix.lower(), (FORMAT, KEPT_SHARE, MIN_FACES, MAX_FACES, CREASE), _make)
+
+
+def cached_copy(source: Path, suffix: str, recipe: tuple[object, ...], make: Callable[[Path], bytes | None]) -> Path:
+    """Return the copy of a file that `make` makes, or the file itself where `make` returns None.
+
+    Args:
+        source: The file.
+        suffix: Ending of the copy's name, the dot included.
+        recipe: Everything else that the copy depends on; the versions of the tools need not be named.
+        make: Gives the content of the copy; called once per machine, not once per process.
+
+    Raises:
+        EnvironmentSetupError: The copy has to be made and the cache folder cannot be written.
+    """
+    status = source.stat()
+    return _cached_copy(source, suffix, recipe, make, status.st_size, status.st_mtime_ns, cache_folder())
 
 
 @functools.cache
-def _cached_light_mesh(source: Path, size: int, mtime_ns: int, folder: Path) -> Path:
-    """Find or make the light copy; size and time serve as the memo's key, so a changed file is read again."""
-    target = folder / f"{source.stem}-{_key(source)}{source.suffix.lower()}"
+def _cached_copy(
+    source: Path,
+    suffix: str,
+    recipe: tuple[object, ...],
+    make: Callable[[Path], bytes | None],
+    size: int,
+    mtime_ns: int,
+    folder: Path,
+) -> Path:
+    """Find or make the copy; size and time serve as the memo's key, so a changed file is read again."""
+    target = folder / f"{source.stem}-{_key(source, recipe)}{suffix}"
     unchanged = target.with_suffix(".unchanged")  # says that this mesh is best left as it is
     try:
         if not target.exists() and not unchanged.exists():
@@ -97,7 +120,13 @@ def _cached_light_mesh(source: Path, size: int, mtime_ns: int, folder: Path) -> 
             with target.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not target.exists() and not unchanged.exists():
-                    _make(source, target, unchanged)
+                    content = make(source)
+                    if content is None:
+                        unchanged.touch()
+                    else:
+                        partial = target.with_suffix(f".{os.getpid()}.partial")
+                        partial.write_bytes(content)
+                        partial.replace(target)  # atomic: a reader sees no file or a whole one
     except OSError as error:
         raise EnvironmentSetupError(
             f"cannot keep light meshes in {folder}: {error}. Set DVLA_CACHE_DIR to a folder that can be "
@@ -106,17 +135,16 @@ def _cached_light_mesh(source: Path, size: int, mtime_ns: int, folder: Path) -> 
     return source if unchanged.exists() else target
 
 
-def _key(source: Path) -> str:
-    """Hash everything a light copy depends on: the source, the recipe and the tools' versions."""
-    recipe = (FORMAT, KEPT_SHARE, MIN_FACES, MAX_FACES, CREASE)
+def _key(source: Path, recipe: tuple[object, ...]) -> str:
+    """Hash everything a copy depends on: the source, the recipe and the tools' versions."""
     tools = [importlib.metadata.version(name) for name in ("trimesh", "fast-simplification")]
     digest = hashlib.sha256(repr((recipe, tools)).encode())
     digest.update(source.read_bytes())
     return digest.hexdigest()[:20]
 
 
-def _make(source: Path, target: Path, unchanged: Path) -> None:
-    """Write the light copy, or the marker that there is none."""
+def _make(source: Path) -> bytes | None:
+    """Return the content of the light copy of a .glb or .stl, None if there is nothing to gain."""
     import trimesh
 
     scene = trimesh.load_scene(source, process=False)
@@ -124,16 +152,12 @@ def _make(source: Path, target: Path, unchanged: Path) -> None:
     total = sum(len(mesh.faces) for mesh in meshes.values())
     wanted = min(max(KEPT_SHARE * total, MIN_FACES), MAX_FACES)
     if wanted >= total or any(_is_textured(mesh) for mesh in meshes.values()):
-        unchanged.touch()
-        return
+        return None
     for name, mesh in meshes.items():
         meshes[name] = _decimate(mesh, wanted / total)
     # Left to itself, the loader would shade every vertex as smooth, creases included. STL has no such choice.
-    options = {"include_normals": True} if target.suffix == ".glb" else {}
-    content = scene.export(file_type=target.suffix[1:], **options)
-    partial = target.with_suffix(f".{os.getpid()}.partial")
-    partial.write_bytes(content)
-    partial.replace(target)  # atomic: a reader sees no file or a whole one
+    options = {"include_normals": True} if source.suffix.lower() == ".glb" else {}
+    return scene.export(file_type=source.suffix.lower()[1:], **options)
 
 
 def _is_textured(mesh: trimesh.Trimesh) -> bool:
