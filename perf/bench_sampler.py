@@ -59,6 +59,7 @@ class RepeatingPolicy(nn.Module):
         self.seconds = 0.0
 
     def act(self, obs, keys, *, greedy=False):
+        """Decide, and count the time of it."""
         begin = time.monotonic()
         if obs.images.numel():
             obs.images[..., 0, 0, 0].sum()
@@ -75,15 +76,18 @@ class OneEpisodeEach:
         self._orders = deque((Ticket(number, 0, number, 0, 0), number) for number in range(num_envs))
 
     def next(self):
+        """The next episode."""
         return self._orders.popleft() if self._orders else None
 
     def finished(self, ticket, slot):
-        pass
+        """Nobody wants the results."""
 
     def opens_with(self):
+        """There will be no more."""
         return []
 
     def is_exhausted(self):
+        """Whether all have begun."""
         return not self._orders
 
 

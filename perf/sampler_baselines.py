@@ -1,8 +1,8 @@
 """How others step the same simulators: a process that `bench_sampler.py` orders to step, and that answers with seconds.
 
-``python perf/sampler_baselines.py libero|maniskill``: builds two environments in two processes with the simulator's own (LIBERO:
-SubprocVectorEnv) or the usual (ManiSkill: gymnasium's AsyncVectorEnv) vector environment, says ``ready``, and then, for
-every line with a number of steps on its standard input, resets, steps and answers with the seconds of the steps.
+``python perf/sampler_baselines.py libero|maniskill``: builds two environments in two processes with the simulator's own
+(LIBERO: SubprocVectorEnv) or the usual (ManiSkill: gymnasium's AsyncVectorEnv) vector environment, says ``ready``, and then,
+for every line with a number of steps on its standard input, resets, steps and answers with the seconds of the steps.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
+import torch
 
-from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_step
+from e2e.launch import QUICK, REPOSITORY, finish, ranks_of, start, train, wait_for_step
 
 pytestmark = pytest.mark.e2e
 
@@ -162,3 +165,50 @@ def test_a_missing_simulator_package(tmp_path, monkeypatch):
     (line,) = error_lines(run)
     assert "mani_skill" in line
     assert "make setup" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["env=libero_spatial", "env.task=libero_spacial"], "LIBERO has no suite 'libero_spacial': choose one of"),
+        (["env=maniskill", "env.task=PushKube-v1"], "ManiSkill has no task 'PushKube-v1': did you mean PushCube-v1"),
+        (["env=maniskill", "model.num_action_chunks=64"], "model.num_action_chunks=64 is longer than an episode"),
+        (["env=maniskill", "env.image_size=[0,64]"], "env.image_size=[0, 64]: height and width must be at least 1"),
+        (["runtime.num_envs=80", "runtime.num_workers=80"], "runtime.num_workers=80 processes for 32 episode slots"),
+        (["env=maniskill", "env.task=PickSingleYCB-v1"], "needs the ManiSkill asset"),
+        (["env=maniskill", "+env.options.sim_backend=gpu"], "sim_backend=gpu needs an NVIDIA GPU"),
+        (["env=libero_spatial", "+env.options.render_backend=webgl"], "render_backend='webgl' must be one of"),
+        (["env.cameras=[top]", "render.meshes=light"], "render.meshes=light: reach has no light meshes"),
+        (["+env.options.sim_backend=gpu"], "env.options.sim_backend"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_simulators_that_cannot_be_had_are_refused_in_one_line(tmp_path, overrides, words):
+    if "gpu needs" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    model = ["model=openvla_oft_nano"] if "env=" in overrides[0] else []
+    run = train(tmp_path, *QUICK, *overrides, *model, ranks=0)
+    assert run.code in {1, 2}, run.output
+    (line,) = error_lines(run)
+    assert words in line
+    assert "Traceback" not in run.output
+
+
+def test_evaluation_says_what_it_lacks(tmp_path):
+    for arguments, words in (
+        ([], "say what to evaluate"),
+        ([f"checkpoint={tmp_path}"], "no complete checkpoint"),
+        (["model=mlp", "evaluation.episodes_per_task=0"], "evaluation.episodes_per_task must be at least 1"),
+        (["model=mlp", "evaluation.videos_per_task=1", f"out={tmp_path / 'a'}"], "nothing to film without env.cameras"),
+        (["model=mlp", f"out={tmp_path}"], "exists: give a new folder"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "dvla.evaluate", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+            timeout=120,
+        )
+        assert done.returncode == 2, done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("dvla: ")]
+        assert words in line

@@ -107,6 +107,9 @@ class LiberoEnv:
             action_dim=7,
             max_episode_steps=max_episode_steps or STEP_LIMITS[task],
             instructions=self._suite.instructions,
+            num_initial_states=tuple(
+                len(self._suite.initial_states(task)) for task in range(len(self._suite.instructions))
+            ),
             gripper_open=-1.0,
         )
 

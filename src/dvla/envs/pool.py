@@ -14,6 +14,7 @@ import time
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Self
 
+from dvla.envs.errors import EnvironmentSetupError
 from dvla.envs.messages import MAX_PACKET, Kind, Record, unpack
 from dvla.envs.protocol import EnvSpec
 from dvla.envs.registry import environment_arguments
@@ -85,6 +86,7 @@ class Worker:
 
         Raises:
             WorkerError: The worker failed or died.
+            EnvironmentSetupError: Its simulators cannot be built.
         """
         try:
             packet = self.link.recv(MAX_PACKET)
@@ -96,6 +98,9 @@ class Worker:
             raise self.error(f"(pid {self.pid}) died with {_exit_text(self._process.returncode)}")
         if packet[0] == Kind.failed:
             words, _, details = unpack(packet)[1].partition("\n")
+            kind, _, told = words.partition(": ")
+            if kind == EnvironmentSetupError.__name__:  # not the worker's fault: another one would say the same
+                raise EnvironmentSetupError(told)
             raise self.error(words, details, mark=":")
         return packet
 

@@ -104,7 +104,7 @@ def summary_text(values: Mapping[str, Any], folder: Path) -> str:
         f"{values['exit']}: {values['policy_version']} optimiser steps, {short(values['episodes'])} episodes "
         f"in {duration(values['wall_s'])}, {short(values['env_steps_per_s_raw'])} env steps/s"
     ]
-    if values["error"]:
+    if values["error"] and values["error"].startswith("rank "):  # what this rank itself met is said elsewhere
         lines.append(f"error: {values['error']}")
     ends = {
         label: (values.get(first), values.get(last))
