@@ -72,8 +72,8 @@ class RepeatingPolicy(nn.Module):
 class OneEpisodeEach:
     """One episode for every environment."""
 
-    def __init__(self, num_envs: int) -> None:
-        self._orders = deque((Ticket(number, 0, number, 0, 0), number) for number in range(num_envs))
+    def __init__(self, num_envs: int, task: int, seed: int) -> None:
+        self._orders = deque((Ticket(number, 0, number, task, seed + number), number) for number in range(num_envs))
 
     def next(self):
         """The next episode."""
@@ -107,7 +107,7 @@ class Sampler:
         self.policy = RepeatingPolicy(self.spec.action_dim)
         self.data = make_data_plane(self.config, self.spec, {}, self.pool, CPU, num_slots=num_envs)
 
-    def seconds(self, on_start: Callable[[], None] = lambda: None) -> float:
+    def seconds(self, on_start: Callable[[], None] = lambda: None, *, task: int = 0, seed: int = 0) -> float:
         """Time from when all environments are reset and observed (`on_start`) to when all episodes are over."""
         num_envs, stop = self.config.runtime.num_envs, StopFlag()
         meet = MeetingPoints.create(num_envs=num_envs, num_slots=num_envs, stop=stop, timeout_s=600)
@@ -116,7 +116,7 @@ class Sampler:
         tracer = Tracer(0, False)
         sampling = SamplingLane(
             **common,
-            sources=[OneEpisodeEach(num_envs)],
+            sources=[OneEpisodeEach(num_envs, task, seed)],
             num_envs=num_envs,
             max_worker_failures=0,
             wait_timeout_s=600,

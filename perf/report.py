@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,26 @@ def section(title: str, name: str, head: dict[str, str], note: str = "") -> str:
     return f"\n## {title}\n\n`{data['command']}` ({where})\n\n{table(list(head.values()), rows)}{note}"
 
 
+def meshes() -> str:
+    """The pictures of light meshes: a row per task."""
+    path = HERE / "results" / "meshes.json"
+    title = "\n## Light meshes at 128 by 128: CPU-ms of all cameras, and the mean difference of the pictures, of 255\n\n"
+    if not path.exists():
+        return f"{title}Not measured yet: `python perf/mesh_difference.py`.\n"
+    data = json.loads(path.read_text())
+    tasks: dict[str, dict[str, Any]] = {}
+    for row in data["rows"]:
+        task, kind, what = re.fullmatch(r"(.+) (difference|picture) (.+)", row["name"]).groups()
+        tasks.setdefault(task, {})[what if kind == "picture" else "difference " + what] = row["value"]
+    columns = ["light", "light, no reflections", "full"]
+    columns = [column for column in columns if any(column in values for values in tasks.values())]
+    rows = []
+    for task, values in tasks.items():
+        different = "; ".join(f"{key.split()[1]} {value}" for key, value in values.items() if "difference" in key)
+        rows.append([task, *(values.get(column) for column in columns), different])
+    return f"{title}`{data['command']}`\n\n{table(['task', *columns, 'difference'], rows)}"
+
+
 def main() -> None:
     """Write RESULTS.md."""
     text = INTRODUCTION
@@ -78,6 +99,17 @@ def main() -> None:
         },
     )
     text += section("Serial against overlapped", "schedules", {"name": "name", "value": "median", "unit": "unit"})
+    text += section(
+        "The sampler beside others' vector environments, its round trip and its overhead",
+        "bench_sampler",
+        {"name": "name", "value": "value", "unit": "unit"},
+    )
+    text += section(
+        "500 episodes: does anything grow?",
+        "endurance",
+        {"name": "name", "after_100": "after 100", "after_500": "after 500"},
+    )
+    text += meshes()
     text += section(
         "The models against recordings of their originals, float32",
         "golden",

@@ -19,8 +19,8 @@ def test_a_plain_stream_gets_a_line_now_and_then_and_at_the_end():
 
 def test_a_stream_that_goes_away_stops_nothing():
     out = io.StringIO()
-    out.close()
     with Progress(1, "episodes", file=out) as progress:
+        out.close()
         progress.update(1, "x")
 
 

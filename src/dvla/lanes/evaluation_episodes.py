@@ -23,6 +23,8 @@ _FIRST_ID = 1 << 48
 """Ticket numbers of evaluation begin here, beyond all of training's: they are keys of noise."""
 _UNLISTED = 50
 """Initial states of a task whose simulator has no list of them."""
+_BLOCK = 10
+"""States of one task that are played one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ def states_of_tasks(spec: EnvSpec, wanted: int | None) -> list[int]:
 def evaluation_tickets(spec: EnvSpec, config: EvaluationConfig, *, rank: int, world_size: int) -> list[Ticket]:
     """This rank's share of all (task, initial state) pairs; the shares of all ranks are disjoint and complete.
 
-    The pairs are dealt out in turn, state by state through all tasks, so that a stopped evaluation has seen all tasks
-    alike. A pair's ticket, and so its noise, is the same whatever the number of ranks.
+    The pairs come in blocks of a few states of each task in turn: a stopped evaluation has seen all tasks, and simulators
+    seldom have to build another one. A pair's ticket, and so its noise, is the same whatever the number of ranks.
 
     Args:
         spec: The environment.
@@ -69,8 +71,8 @@ def evaluation_tickets(spec: EnvSpec, config: EvaluationConfig, *, rank: int, wo
     """
     num_states = states_of_tasks(spec, config.episodes_per_task)
     first_seed = 0 if spec.num_initial_states else config.seed
-    most = max(num_states)
-    pairs = [(task, state) for state in range(most) for task, count in enumerate(num_states) if state < count]
+    pairs = [(task, state) for task, count in enumerate(num_states) for state in range(count)]
+    pairs.sort(key=lambda pair: (pair[1] // _BLOCK, *pair))
     return [
         Ticket(
             id=_FIRST_ID + task * (1 << 24) + state,
