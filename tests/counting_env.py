@@ -86,6 +86,8 @@ class CountingEnv:
             time.sleep(0.02)
         if self.fault == "raise" and self.resets == 2:
             raise ValueError("the arm fell off")
+        if self.fault == "bad_state" and self.values[0] == 3:
+            raise ValueError("this state cannot be")
         if self.fault == "die" and self.resets == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         self.values[2] += 1

@@ -71,6 +71,13 @@ def test_a_task_that_fails_again_and_again_ends_the_run(tmp_path):
     assert not psutil.Process().children()
 
 
+def test_an_initial_state_that_always_fails_ends_the_run_though_others_of_its_task_succeed(tmp_path):
+    settings = config("", None, num_envs=2, num_workers=2, max_worker_failures=2)
+    settings.env.options["fault"] = "bad_state"
+    with pytest.raises(RepeatedFailureError, match=r"3 .* in a row \(task 0, initial state 1000003;.*this state cannot be"):
+        play_episodes(settings, tmp_path)
+
+
 def test_failures_that_are_not_in_a_row_are_made_good_again_and_again(tmp_path):
     # Every worker dies at its fifth reset, when it has finished episodes of its task.
     played = play_episodes(config("kill reset 5", None, num_envs=1, num_workers=1, max_worker_failures=1), tmp_path)

@@ -59,8 +59,8 @@ class MeetingPoints:
         return cls(
             num_envs=num_envs,
             slots_free=slots_free,
-            # Twice: requests of workers that were replaced may still lie there.
-            requests=Channel("requests", 2 * num_envs, stop, timeout_s),
+            # One for each environment, and those of workers that were replaced meanwhile, while inference is at work.
+            requests=Channel("requests", 16 * num_envs, stop, timeout_s),
             groups=Channel("groups", num_slots, stop, timeout_s),
             host_free=Semaphore("host_free", 2, stop, timeout_s),
             published=Channel("published", 3, stop, timeout_s),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # how often the simulators are looked after
 
-_NO_TASK = -1  # of a worker that failed while it had no episode
+_NO_EPISODE = ("none", -1)  # counts workers that failed while they had none
 
 
 class RepeatedFailureError(RuntimeError):
@@ -88,7 +89,8 @@ class SamplingLane(Lane):
         self._max_worker_failures, self._wait_timeout_s = max_worker_failures, wait_timeout_s
         self._idle: list[int] = list(range(num_envs))  # kept sorted: which environment plays a ticket is reproducible
         self._running: dict[int, _Running] = {}
-        self._failures: dict[int, int] = {}  # task -> failures since one of its episodes came to its end
+        # By task and by ticket: failures since an episode of it came to its end.
+        self._failures: Counter[tuple[str, int]] = Counter()
         self._next_look = 0.0
 
     def step(self) -> None:
@@ -165,8 +167,8 @@ class SamplingLane(Lane):
             self._meet.requests.put(Request(env, record.slot, record.decision, generation, is_greedy))
         else:
             running = self._running.pop(env)
-            for task in (running.ticket.task, _NO_TASK):
-                self._failures.pop(task, None)
+            for key in (("task", running.ticket.task), ("ticket", running.ticket.id), _NO_EPISODE):
+                self._failures.pop(key, None)
             running.source.finished(running.ticket, running.slot)
             self._idle.append(env)
             self._idle.sort()
@@ -198,9 +200,14 @@ class SamplingLane(Lane):
         lost = [env for env in self._pool.envs_of(worker) if env in self._running]
         # The simulator that moved last is the one the worker was busy with.
         culprit = self._running[max(lost, key=self._pool.beat)] if lost else None
-        task = culprit.ticket.task if culprit else _NO_TASK
-        failures = self._failures[task] = self._failures.get(task, 0) + 1
-        where = f"task {task}, initial state {culprit.ticket.seed}" if culprit else "no episode under way"
+        where, keys = "no episode under way", [_NO_EPISODE]
+        if culprit:
+            ticket = culprit.ticket
+            where = f"task {ticket.task}, initial state {ticket.seed}"
+            # The ticket counts as well: others of its task may succeed for ever while this one never can.
+            keys = [("task", ticket.task), ("ticket", ticket.id)]
+        self._failures.update(keys)
+        failures = max(self._failures[key] for key in keys)
         if failures > self._max_worker_failures:
             raise RepeatedFailureError(
                 f"{failures} simulator workers failed in a row ({where}; runtime.max_worker_failures="
