@@ -11,7 +11,7 @@ ARGS ?=
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
-SHELL_SCRIPTS := $(wildcard launch/*.sh) .ci/run
+SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch .ci/run
 
 # One thread per rank unless told otherwise (torchrun would say so at length), time to save when
 # stopped, and the renderer that this machine has.
@@ -28,11 +28,9 @@ setup: ## install what is missing: system libraries (if root) and .venv
 	@launch/system_packages.sh
 	@launch/setup.sh
 
-# exec makes torchrun the direct child of make, so that Ctrl-C and kill reach the training.
 .PHONY: train
 train: setup ## train the quickstart on NPROC=2 ranks; ARGS='key=value …' overrides
-	@$(WITH_RENDERER) set -x; exec $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m dvla.train \
-	  experiment=quickstart run.name=quickstart $(ARGS)
+	@set -x; export NPROC=$(NPROC); exec launch/one_node.sh experiment=quickstart run.name=quickstart $(ARGS)
 
 .PHONY: test
 test: setup ## every test (those that need a GPU skip themselves); ARGS are pytest's

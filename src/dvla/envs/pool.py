@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dvla.planes.slots import SlotField
 
 _LOG_TAIL = 4000  # characters of a dead worker's log that go into the rank's
+_FOR_THE_RANKS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 _ABORT_S = 2.0  # how long a hung worker has to write its stack down
 
 
@@ -57,18 +58,23 @@ class Worker:
         """Whether it has told its `EnvSpec`."""
         self._log = log
         self.link, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with remote, log.open("ab") as output:
-            self._log_start = output.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "dvla.envs.worker", str(remote.fileno())],
-                pass_fds=[remote.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,  # signals sent to the run's group are for the ranks; workers end with their socket
-                # One compute thread each: the defaults of several libraries take all cores for every worker.
-                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            )
+        # SLURM sends signals to every process of a job: they are for the ranks, whose workers end with their socket.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANKS)
+        try:
+            with remote, log.open("ab") as output:
+                self._log_start = output.tell()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "dvla.envs.worker", str(remote.fileno())],
+                    pass_fds=[remote.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    process_group=0,  # a terminal, too, sends its signals to the run's group
+                    # One compute thread each: the defaults of several libraries take all cores for every worker.
+                    env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.link.send(json.dumps(order).encode())
 
