@@ -24,7 +24,7 @@ MANISKILL = (
     "PushCube-v1", "PickCube-v1", "PullCube-v1", "StackCube-v1", "PlaceSphere-v1", "PegInsertionSide-v1",
     "LiftPegUpright-v1", "PokeCube-v1", "PullCubeTool-v1", "RollBall-v1", "PlugCharger-v1", "StackPyramid-v1",
 )  # fmt: skip
-LIBERO = ("libero_spatial", "libero_object:0,5", "libero_goal:0,5", "libero_10:0,2")
+LIBERO = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90:0,20,46,60,75")
 
 
 def look(env: Any) -> np.ndarray:

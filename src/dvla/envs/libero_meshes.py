@@ -1,4 +1,4 @@
-"""Light visual meshes for LIBERO: scenes drawn with 40,000 triangles instead of 290,000.
+"""Light visual meshes for LIBERO: scenes drawn with 35,000 triangles instead of 290,000.
 
 `light_scene` takes the XML of a scene and gives one in which geoms that are only seen (group 1, no collisions) use
 decimated copies of their meshes. LIBERO takes inertia from group 0 alone, and meshes that take part in collisions keep
@@ -21,20 +21,28 @@ import numpy as np
 
 from dvla.envs.light_meshes import cached_copy
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when the way of making a light mesh changes."""
 KEPT_SHARE = 0.06
 """Share of a mesh's triangles that is kept, but no fewer than the next two say."""
 MIN_FACES = 600
 MIN_FACES_TEXTURED = 1_500
 """Textured things, a plate or a bowl, fill much of the wrist camera's picture, and its texture bends with them."""
-MAX_EXTENT = 1.0
-"""Metres. What is larger is a room, whose walls carry pictures that decimation, blind to colour, would smear."""
+SMALL = 0.06
+"""Metres. For what is smaller, the screws of a robot, the least numbers shrink in proportion."""
+ROOM = 2.0
+"""Metres. What is larger is a room, with patches of colour in flat walls, which decimation, blind to colour, would
+smear: the borders of those with a share of `PATCH` of its area stay as they are."""
+PATCH = 0.01
+UNITS = 5.0
+"""Extent that meshes are scaled to for decimation, whose steps are absolute lengths: when larger they are finer."""
 SOUP = 0.1
-"""Share of edges with one triangle only, from which on a mesh is loose panels. These decimate badly: they are merged
-within `SOUP_MERGE` of their extent, and more of them is kept."""
+"""Share of edges with one triangle only, from which on a mesh is loose panels. These decimate badly unless merged
+within `SOUP_MERGE` of their extent."""
 SOUP_MERGE = 3e-3
-SOUP_SHARE = 0.15
+ROUGH = 0.3
+"""Mean angle at edges, in radians, from which on a surface is rough, like wicker: `FINE_SHARE` of it is kept."""
+FINE_SHARE = 0.15
 MERGE = 2e-5
 """Vertices closer than this share of a mesh's extent are one."""
 NUDGE = 0.25
@@ -61,43 +69,55 @@ def light_scene(xml: str) -> str:
         name = mesh.get("name")
         if name in seen and name not in touched and "file" in mesh.attrib:
             scale = max(float(factor) for factor in mesh.get("scale", "1").split())
-            make = _maker(MAX_EXTENT / scale, seen[name])
-            constants = (KEPT_SHARE, MIN_FACES, MIN_FACES_TEXTURED, SOUP, SOUP_MERGE, SOUP_SHARE, MERGE, NUDGE)
-            recipe = (FORMAT, MAX_EXTENT / scale, seen[name], *constants)
+            make = _maker(scale, seen[name])
+            limits = (KEPT_SHARE, MIN_FACES, MIN_FACES_TEXTURED, SMALL, ROOM, PATCH)
+            recipe = (FORMAT, scale, seen[name], *limits, UNITS, SOUP, SOUP_MERGE, ROUGH, FINE_SHARE, MERGE, NUDGE)
             mesh.set("file", str(cached_copy(Path(mesh.attrib["file"]), ".msh", recipe, make)))
     return ET.tostring(root, encoding="unicode")
 
 
 @functools.cache
-def _maker(max_extent: float, textured: bool) -> Callable[[Path], bytes | None]:
-    return functools.partial(_make, max_extent=max_extent, textured=textured)
+def _maker(scale: float, textured: bool) -> Callable[[Path], bytes | None]:
+    return functools.partial(_make, scale=scale, textured=textured)
 
 
-def _make(source: Path, max_extent: float, textured: bool) -> bytes | None:
-    """Return a light copy as a .msh file, None if there is nothing to gain; `max_extent` in the file's units."""
+def _make(source: Path, scale: float, textured: bool) -> bytes | None:
+    """Return a light copy as a .msh file, None if there is nothing to gain; `scale` turns the file's units to metres."""
     import fast_simplification
 
     vertices, faces, normals, texcoords = _load(source)
     if not textured:
         texcoords = None
     extent = float(np.ptp(vertices, axis=0).max())
-    wanted = max(round(KEPT_SHARE * len(faces)), MIN_FACES if texcoords is None else MIN_FACES_TEXTURED)
-    if extent > max_extent or wanted > 0.7 * len(faces):
-        return None
+    least = (MIN_FACES if texcoords is None else MIN_FACES_TEXTURED) * min(1.0, scale * extent / SMALL)
     first, merged = _merge(vertices, faces, MERGE * extent)
-    edges = np.sort(merged[:, [[0, 1], [1, 2], [2, 0]]].reshape(-1, 2), axis=1)
+    edges, angles = _edges(vertices[first][merged], merged)
+    share = KEPT_SHARE if angles.mean() < ROUGH else FINE_SHARE
+    wanted = round(max(share * len(faces), least))
+    if wanted > 0.7 * len(faces):
+        return None
     if texcoords is None and (np.unique(edges, axis=0, return_counts=True)[1] == 1).mean() > SOUP:
         first, merged = _merge(vertices, faces, SOUP_MERGE * extent)
-        wanted = max(wanted, round(SOUP_SHARE * len(faces)))
     proper = (merged != np.roll(merged, 1, axis=1)).all(axis=1)
     merged = merged[proper]
+    keys = merged.reshape(-1, 1)
+    room = scale * extent > ROOM
+    if room and texcoords is not None:  # split vertices, so that large patches of the texture end at open borders
+        patches = _parts(merged, texcoords[proper])
+        areas = _areas(vertices[first][merged])
+        large = np.bincount(patches, areas) > PATCH * areas.sum()
+        keys = np.column_stack([keys, np.repeat(np.where(large[patches], patches, -1), 3)])
+    keys, corners = np.unique(keys, axis=0, return_inverse=True)
     points, corners = fast_simplification.simplify(
-        vertices[first].astype(np.float32), merged.astype(np.int32), target_count=wanted
+        (UNITS / extent * vertices[first][keys[:, 0]]).astype(np.float32),
+        corners.reshape(-1, 3).astype(np.int32),
+        target_count=min(wanted, len(merged)),
+        preserve_border=room,
     )
-    old, new = vertices[first][merged], points[corners].astype(np.float64)
+    old, new = vertices[first][merged], (extent / UNITS * points[corners]).astype(np.float64)
     parts = [new, _unit(_transfer(old, merged, normals[proper], new, 0.0))]
     if texcoords is not None:
-        parts.append(_transfer(old, merged, texcoords[proper], new, 1.0))
+        parts.append(_transfer(old, merged, texcoords[proper], new, 0.5))
     rows = np.concatenate([part.reshape(3 * len(new), -1) for part in parts], axis=1).astype(np.float32)
     rows, index = np.unique(rows, axis=0, return_inverse=True)
     # MuJoCo's own format: numbers of vertices, normals, texture coordinates and faces, then these themselves.
@@ -135,6 +155,16 @@ def _merge(vertices: np.ndarray, faces: np.ndarray, grid: float) -> tuple[np.nda
     return first, index.reshape(-1)[faces]
 
 
+def _edges(triangles: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """List the edges of triangles (3F, 2), and the angles, in radians, at those that two share."""
+    edges = np.sort(faces[:, [[0, 1], [1, 2], [2, 0]]].reshape(-1, 2), axis=1)
+    order = np.lexsort(edges.T)
+    shared = np.flatnonzero((edges[order][1:] == edges[order][:-1]).all(axis=1))
+    normals = _face_normals(triangles)
+    cosines = (normals[order[shared] // 3] * normals[order[shared + 1] // 3]).sum(axis=1)
+    return edges, np.arccos(np.clip(cosines, -1, 1))
+
+
 def _transfer(old: np.ndarray, faces: np.ndarray, values: np.ndarray, new: np.ndarray, reach: float) -> np.ndarray:
     """Read values at the corners of new triangles off the old ones.
 
@@ -143,25 +173,25 @@ def _transfer(old: np.ndarray, faces: np.ndarray, values: np.ndarray, new: np.nd
         faces: The same as indices of vertices, (F, 3).
         values: Values at their corners, (F, 3, C).
         new: New triangles, (N, 3, 3).
-        reach: How far, in barycentric coordinates, to extrapolate beyond an old triangle. 0 for normals, which are
-            read a little inside of the new triangle.
+        reach: How far, in barycentric coordinates, to extrapolate beyond an old triangle, less than 1. 0 for normals,
+            which are read a little inside of the new triangle.
 
     Returns:
         Values at the corners of the new triangles, (N, 3, C).
     """
     old_normals, new_normals = _face_normals(old), _face_normals(new)
     centres = new.mean(axis=1)
-    inside = (1 - NUDGE) * new + NUDGE * centres[:, None]
+    places = new if reach else (1 - NUDGE) * new + NUDGE * centres[:, None]
     samples, where = _samples(old)
     parts = _parts(faces, values)
     part_of_new = parts[_nearest(centres, new_normals, old, old_normals, samples, where)]
     result = np.empty((len(new), 3, values.shape[2]))
     for part in np.unique(part_of_new):
         mine, of_part = part_of_new == part, parts[samples] == part
-        points = inside[mine].reshape(-1, 3)
+        points = places[mine].reshape(-1, 3)
         facing = np.repeat(new_normals[mine], 3, axis=0)
         found = _nearest(points, facing, old, old_normals, samples[of_part], where[of_part])
-        weights = _barycentric(new[mine].reshape(-1, 3) if reach else points, old[found], reach)
+        weights = _barycentric(points, old[found], reach)
         result[mine] = np.einsum("nk,nkc->nc", weights, values[found]).reshape(-1, 3, values.shape[2])
     return result
 
@@ -181,7 +211,7 @@ def _parts(faces: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def _samples(triangles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Spread points over a surface, at least one on each triangle: their triangles (S,) and places (S, 3)."""
-    areas = np.linalg.norm(np.cross(triangles[:, 1] - triangles[:, 0], triangles[:, 2] - triangles[:, 0]), axis=1)
+    areas = _areas(triangles)
     random = np.random.default_rng(0)  # the same copy on every machine
     more = random.choice(len(triangles), max(30_000, len(triangles)), p=areas / areas.sum())
     index = np.concatenate([np.arange(len(triangles)), more])
@@ -208,7 +238,7 @@ def _nearest(
 
 
 def _barycentric(points: np.ndarray, triangles: np.ndarray, reach: float) -> np.ndarray:
-    """Barycentric coordinates (..., 3) of points above triangles (..., 3, 3), kept within [-reach, 1 + reach]."""
+    """Barycentric coordinates (..., 3) of points above triangles (..., 3, 3), first kept within [-reach, 1 + reach]."""
     one, two = triangles[..., 1, :] - triangles[..., 0, :], triangles[..., 2, :] - triangles[..., 0, :]
     offset = points - triangles[..., 0, :]
     d11, d12, d22 = (one * one).sum(-1), (one * two).sum(-1), (two * two).sum(-1)
@@ -216,7 +246,11 @@ def _barycentric(points: np.ndarray, triangles: np.ndarray, reach: float) -> np.
     area = np.maximum(d11 * d22 - d12 * d12, 1e-30)
     first, second = (d22 * d1 - d12 * d2) / area, (d11 * d2 - d12 * d1) / area
     weights = np.clip(np.stack([1 - first - second, first, second], axis=-1), -reach, 1 + reach)
-    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-9)
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def _areas(triangles: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(np.cross(triangles[:, 1] - triangles[:, 0], triangles[:, 2] - triangles[:, 0]), axis=1)
 
 
 def _face_normals(triangles: np.ndarray) -> np.ndarray:
