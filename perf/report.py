@@ -48,7 +48,9 @@ def section(title: str, name: str, head: dict[str, str], note: str = "") -> str:
 def meshes() -> str:
     """The pictures of light meshes: a row per task."""
     path = HERE / "results" / "meshes.json"
-    title = "\n## Light meshes at 128 by 128: CPU-ms of all cameras, and the mean difference of the pictures, of 255\n\n"
+    title = (
+        "\n## Light meshes at 128 by 128: CPU-ms of all cameras, and the mean difference of the pictures, of 255\n\n"
+    )
     if not path.exists():
         return f"{title}Not measured yet: `python perf/mesh_difference.py`.\n"
     data = json.loads(path.read_text())
@@ -102,6 +104,11 @@ def main() -> None:
     text += section(
         "The sampler beside others' vector environments, its round trip and its overhead",
         "bench_sampler",
+        {"name": "name", "value": "value", "unit": "unit"},
+    )
+    text += section(
+        "The weight plane: 256 MB from learner to replica, two ranks of one node",
+        "bench_weights",
         {"name": "name", "value": "value", "unit": "unit"},
     )
     text += section(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,16 +19,22 @@ from dvla.runtime.world import World
 
 
 class KeyedPolicy(nn.Module):
-    """Uniform random actions that depend on the decision's key alone; remembers what it has seen."""
+    """Uniform random actions that depend on the decision's key alone; remembers what it has seen.
 
-    def __init__(self, action_dim: int, num_action_chunks: int) -> None:
+    The first decision takes `slow_s` seconds.
+    """
+
+    def __init__(self, action_dim: int, num_action_chunks: int, slow_s: float = 0.0) -> None:
         super().__init__()
+        self.slow_s = slow_s
         self.shape = (num_action_chunks, action_dim)
         self.record_spec: dict = {}
         self.seen: dict[int, bytes] = {}  # key -> digest of what was observed
 
     def act(self, obs, keys, *, greedy=False):
         assert greedy
+        time.sleep(self.slow_s)
+        self.slow_s = 0.0
         actions = []
         for row, key in enumerate(keys.tolist()):
             generator = torch.Generator().manual_seed(key % 2**31)
@@ -66,7 +73,7 @@ def make_config(env: EnvConfig, *, episodes: int, num_action_chunks: int = 4, me
     )
 
 
-def play_episodes(config: Config, logs: Path, *, rank: int = 0, world_size: int = 1) -> Play:
+def play_episodes(config: Config, logs: Path, *, rank: int = 0, world_size: int = 1, slow_s: float = 0.0) -> Play:
     """Play this rank's share of the episodes of `config`."""
     runtime = config.runtime
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
@@ -81,6 +88,8 @@ def play_episodes(config: Config, logs: Path, *, rank: int = 0, world_size: int 
         title=f"dvla:test:r{rank}",
     ) as pool:
         spec = pool.spec()
-        policy = KeyedPolicy(spec.action_dim, config.model.num_action_chunks)
-        outcomes, restarts = play(config, world, spec, pool, policy, 0, StopFlag())
-    return Play(outcomes, restarts, policy.seen)
+        policy = KeyedPolicy(spec.action_dim, config.model.num_action_chunks, slow_s)
+        played = play(config, world, spec, pool, policy, 0, StopFlag())
+    if played.error is not None:
+        raise played.error
+    return Play(played.outcomes, played.restarts, policy.seen)

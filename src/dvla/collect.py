@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 
-from dvla.config import ConfigError, EnvConfig, RenderConfig
+from dvla.config import ConfigError, EnvConfig, RenderConfig, load_as
 from dvla.datasets.demonstrations import Order, Played, play_seed
 from dvla.datasets.lerobot_writer import LeRobotWriter
 from dvla.entry import CONFIG_FOLDER
@@ -215,23 +215,6 @@ class _Recording:
         return LeRobotWriter(self._out, played.layout, task=played.task, robot=played.robot)
 
 
-def load_collect(composed: DictConfig) -> CollectConfig:
-    """Turn a composed Hydra config into a checked `CollectConfig`.
-
-    Raises:
-        ConfigError: A key is unknown, has the wrong type, or a value that cannot work.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(CollectConfig), composed))
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
-    assert isinstance(result, CollectConfig)
-    return result
-
-
 def main() -> None:
     """Entry."""
     from hydra.core.config_store import ConfigStore
@@ -244,7 +227,7 @@ def main() -> None:
         stop.install()
         begin = time.monotonic()
         try:
-            config = load_collect(composed)
+            config = load_as(CollectConfig, composed)
             done, failed = collect(config, stop)
         except (ConfigError, CollectError) as error:
             sys.stderr.write(f"dvla: error: {error}\n")

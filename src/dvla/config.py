@@ -11,11 +11,12 @@ import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+Schema = TypeVar("Schema")
 
 MAX_ENVS_PER_WORKER = 256
 """Orders and answers of more would not fit into a socket's buffer at once."""
@@ -338,8 +339,9 @@ class RuntimeConfig:
     """Compile the learner's transformer layers."""
     cuda_graphs: bool = False
     """Replay inference as CUDA graphs, one per batch size; needs a GPU."""
-    replicate_size: int = 1
-    """Copies of the sharded learner (HSDP), usually one per node; gradients are averaged over them."""
+    replicate_size: int | None = None
+    """Copies of the sharded learner (HSDP); gradients are averaged over them. Null makes one per node, so that parameters
+    are gathered within a node; 1 shards over all ranks."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after every micro-batch (least memory) instead of once a step (least traffic)."""
     verify_weights: bool = False
@@ -359,8 +361,12 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        for key in ("num_envs", "num_workers", "max_batch", "replicate_size"):
+        for key in ("num_envs", "num_workers", "max_batch"):
             _require(getattr(self, key) >= 1, f"runtime.{key} must be at least 1")
+        _require(
+            self.replicate_size is None or self.replicate_size >= 1,
+            "runtime.replicate_size must be at least 1, or null",
+        )
         _require(
             self.num_envs % self.num_workers == 0,
             f"runtime.num_envs={self.num_envs} must be a multiple of runtime.num_workers={self.num_workers}",
@@ -425,6 +431,10 @@ class Config:
         _require(
             self.algo.max_staleness == 0 or self.runtime.schedule is Schedule.overlapped,
             "runtime.schedule=serial is on-policy: set algo.max_staleness=0",
+        )
+        _require(
+            not self.evaluation.videos_per_task or bool(self.env.cameras),
+            f"evaluation.videos_per_task={self.evaluation.videos_per_task}: nothing to film without env.cameras",
         )
         _require(
             self.runtime.num_slots is None or self.runtime.num_slots >= self.algo.group_size,
@@ -508,7 +518,12 @@ def config_hash(config: Config) -> str:
 
 
 def load(composed: DictConfig) -> Config:
-    """Turn a composed Hydra config into a checked `Config`.
+    """Turn a composed Hydra config into a checked `Config`; raises as `load_as`."""
+    return load_as(Config, composed)
+
+
+def load_as(schema: type[Schema], composed: DictConfig) -> Schema:
+    """Turn a composed Hydra config into a checked object of the dataclass `schema`.
 
     Raises:
         ConfigError: A key is unknown, has the wrong type, or a value that cannot work.
@@ -517,13 +532,13 @@ def load(composed: DictConfig) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
-        result = OmegaConf.to_object(merged)
+        # As plain values first: a key that was forced in with + would pass for one of the schema's.
+        plain = OmegaConf.create(OmegaConf.to_container(composed))
+        result: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         first = str(error).splitlines()[0]
         raise ConfigError(f"{key}: {first}" if key else first) from error
-    assert isinstance(result, Config)
     return result
 
 

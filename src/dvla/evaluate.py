@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dvla.runtime.stop_request import StopRequest
 
-_SETTINGS = ("env", "render", "evaluation", "runtime", "seed", "device")
+_SETTINGS = ("env", "render", "evaluation", "runtime", "telemetry", "seed", "device")
 """What the command line may change about a trained policy's run."""
 
 
@@ -48,9 +48,9 @@ def settings(composed: DictConfig, overrides: list[str]) -> tuple[Config, Path |
     from dvla.models.trained import run_config
 
     of_run = OmegaConf.create(run_config(Path(checkpoint)))
-    for key in keys:
+    for key in sorted(keys, key=lambda key: "." in key):  # a group first, then what is changed of it
         if key.split(".")[0] in _SETTINGS:
-            OmegaConf.update(of_run, key, OmegaConf.select(composed, key), force_add=True)
+            OmegaConf.update(of_run, key, OmegaConf.select(composed, key), merge=False, force_add=True)
         elif key not in ("checkpoint", "out"):
             raise ConfigError(f"{key}: with a checkpoint, this is as in its run and cannot be changed")
     return load(of_run), Path(checkpoint), Path(out) if out else None

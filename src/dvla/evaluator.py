@@ -19,14 +19,14 @@ import torch.distributed as dist
 from dvla.config import Config, ConfigError, config_hash
 from dvla.envs.registry import expected_action_dim
 from dvla.envs.simulators import open_simulators
-from dvla.lanes.evaluation_episodes import EvaluationEpisodes, Outcome, evaluation_tickets
+from dvla.lanes.evaluation_episodes import EvaluationEpisodes, Outcome, evaluation_tickets, states_of_tasks
 from dvla.lanes.inference import InferenceLane
 from dvla.lanes.lane import ErrorBoard
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.sampling import SamplingLane
 from dvla.models.policy_source import check_policy
 from dvla.models.sharding import COMPUTE_DTYPE
-from dvla.models.trained import trained_policy
+from dvla.models.trained import run_config, trained_policy
 from dvla.planes.data_plane import make_data_plane
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
@@ -34,6 +34,7 @@ from dvla.planes.semaphore import StopFlag, wait_any
 from dvla.planes.weights import Replica
 from dvla.runtime.checkpoint import read_train_state
 from dvla.runtime.device import compute_threads
+from dvla.runtime.failure import describe
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.atomic_file import write_atomically
 from dvla.telemetry.confidence import success_interval
@@ -55,6 +56,18 @@ logger = logging.getLogger(__name__)
 RESULTS = "evaluation.json"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Played:
+    """What a rank has played."""
+
+    outcomes: list[Outcome]
+    """In the order of their ends."""
+    restarts: int
+    """Workers that were replaced."""
+    error: BaseException | None
+    """Of the first lane that failed: then not all episodes were played."""
+
+
 def evaluate(config: Config, checkpoint: Path | None, out: Path | None, stop_request: StopRequest) -> int:
     """Evaluate on this rank; rank 0 shows and writes the results of all.
 
@@ -66,6 +79,9 @@ def evaluate(config: Config, checkpoint: Path | None, out: Path | None, stop_req
 
     Returns:
         The exit code of the process.
+
+    Raises:
+        Exception: The first error of any lane; the results so far are written before.
     """
     begin = time.monotonic()
     runtime = config.runtime
@@ -80,17 +96,21 @@ def evaluate(config: Config, checkpoint: Path | None, out: Path | None, stop_req
     with open_simulators(config, world.device, logs=folder / "logs", title=title, videos=folder / "videos") as pool:
         spec = pool.spec()
         require_same(world, "environment", repr(spec))
-        if config.evaluation.videos_per_task and not spec.cameras:
-            raise ConfigError("evaluation.videos_per_task: there is nothing to film without env.cameras")
-        policy = trained_policy(config.model, spec=spec, seed=config.seed, checkpoint=checkpoint)
+        # Frozen weights may be random ones: they come from the seed of the run, whatever this evaluation's is.
+        seed = run_config(checkpoint)["seed"] if checkpoint else config.seed
+        policy = trained_policy(config.model, spec=spec, seed=seed, checkpoint=checkpoint)
         replica = policy.to(world.device, COMPUTE_DTYPE[runtime.precision]).requires_grad_(False)
-        outcomes, restarts = play(config, world, spec, pool, replica, version, stop_request)
+        played = play(config, world, spec, pool, replica, version, stop_request)
     everything: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everything, (outcomes, restarts), group=world.control_pg)
+    said = (played.outcomes, played.restarts, describe(played.error) if played.error else None)
+    dist.all_gather_object(everything, said, group=world.control_pg)
     if world.is_main:
-        results = [outcome for part, _ in everything for outcome in part]
+        results = [outcome for part, _, _ in everything for outcome in part]
+        errors = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(everything) if error]
+        is_whole = len(results) == sum(states_of_tasks(spec, config.evaluation.episodes_per_task))
         summary = {
-            "exit": "stopped" if stop_request.is_set() else "completed",
+            "exit": "failed" if errors else "completed" if is_whole else "stopped",
+            "error": errors[0] if errors else None,
             "checkpoint": str(checkpoint.resolve()) if checkpoint else config.model.checkpoint,
             "policy_version": version,
             "model": f"{config.model.name}/{config.model.preset}",
@@ -99,12 +119,15 @@ def evaluate(config: Config, checkpoint: Path | None, out: Path | None, stop_req
             "greedy": config.evaluation.greedy,
             "device": world.device.type,
             "world_size": world.world_size,
-            "worker_restarts": sum(part for _, part in everything),
+            "worker_restarts": sum(restarts for _, restarts, _ in everything),
             "wall_s": time.monotonic() - begin,
             **summarise(results, spec.instructions),
         }
+        print(table(summary), flush=True)  # first: the disk may be full
         write_atomically(folder / RESULTS, [json.dumps(summary, indent=1) + "\n"])
-        print(f"{table(summary)}\nresults: {folder}")
+        print(f"results: {folder}")
+    if played.error is not None:
+        raise played.error
     return 0
 
 
@@ -119,16 +142,17 @@ def _make_folder(config: Config, checkpoint: Path | None, version: int, out: Pat
         name = f"{config.env.task}_step_{version:06d}" if checkpoint else f"{config.model.name}_{config.env.task}"
         root = checkpoint.resolve().parents[1] if checkpoint else Path(config.run.root)
         place, number = root / "evaluations" / name, 1
-        while place.exists():  # an earlier evaluation of the same weights is kept
-            number += 1
-            place = place.with_name(f"{name}_{number}")
-        try:
-            (out or place).mkdir(parents=True)
-            said = [None, str(out or place)]
-        except FileExistsError:
-            said = [f"out={out} exists: give a new folder", None]
-        except OSError as error:
-            said = [f"cannot make the folder {out or place} ({error.strerror}): give another one with out=…", None]
+        while said == [None, None]:
+            try:
+                (out or place).mkdir(parents=True)
+                said = [None, str(out or place)]
+            except FileExistsError:  # an earlier evaluation of the same weights, or one that runs now, is kept
+                number += 1
+                place = place.with_name(f"{name}_{number}")
+                if out:
+                    said = [f"out={out} exists: give a new folder", None]
+            except OSError as error:
+                said = [f"cannot make the folder {out or place} ({error.strerror}): give another one with out=…", None]
     dist.broadcast_object_list(said, src=0, group=world.control_pg)
     if said[0] is not None:
         raise ConfigError(said[0])
@@ -143,7 +167,7 @@ def play(
     policy: Any,
     version: int,
     stop_request: StopRequest,
-) -> tuple[list[Outcome], int]:
+) -> Played:
     """Play this rank's share of the episodes.
 
     Args:
@@ -155,11 +179,6 @@ def play(
         version: Written down with every decision.
         stop_request: Ends it early.
 
-    Returns:
-        The outcomes in the order of their ends, and how many workers were replaced.
-
-    Raises:
-        Exception: The first error of any lane.
     """
     runtime = config.runtime
     data = make_data_plane(config, spec, policy.record_spec, pool, world.device, num_slots=runtime.num_envs)
@@ -167,7 +186,7 @@ def play(
     stop = StopFlag()
     meet = MeetingPoints.create(
         num_envs=runtime.num_envs,
-        num_slots=runtime.num_envs,
+        num_slots=0,
         stop=stop,
         timeout_s=runtime.wait_timeout_s,
         num_evaluation_episodes=len(tickets),
@@ -178,7 +197,7 @@ def play(
     lanes = [
         SamplingLane(
             pool=pool,
-            sources=[EvaluationEpisodes(tickets, slots=data.arrays, meet=meet)],
+            sources=[EvaluationEpisodes(tickets, slots=data.arrays, free=range(runtime.num_envs), meet=meet)],
             meet=meet,
             stop=stop,
             num_envs=runtime.num_envs,
@@ -219,12 +238,15 @@ def play(
     for thread in threads:
         thread.join()
     data.close()
+    while (outcome := meet.outcomes.try_get()) is not None:
+        outcomes.append(outcome)
+    error = None
     if errors.first is not None:
         lane, error = errors.first
         error.add_note(f"in lane {lane}")
-        logger.error("the evaluation failed", exc_info=error, extra={"file_only": True})
-        raise error
-    return outcomes, meet.worker_restarts
+        logger.error("the evaluation failed: %s", describe(error))
+        logger.info("its traceback", exc_info=error, extra={"file_only": True})
+    return Played(outcomes, meet.worker_restarts, error)
 
 
 def summarise(outcomes: Sequence[Outcome], instructions: Sequence[str]) -> dict[str, Any]:

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 import hydra
 import numpy as np
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from dvla.config import ConfigError, ModelConfig, Precision
+from dvla.config import ConfigError, ModelConfig, Precision, load_as
 from dvla.entry import CONFIG_FOLDER
 from dvla.envs.protocol import EnvSpec
 from dvla.models.policy import Observation
@@ -151,12 +149,12 @@ def make_plan(config: PlanConfig) -> Plan:
 
     policy.to(dtype)
     prompt_tokens = _set_prompt(policy, config)
-    micro_batch_flops = _training_flops(policy, config)
+    decision_flops, micro_batch_flops = _flops(policy, config)
     return Plan(
         parameters=whole,
         parts=parts,
         prompt_tokens=prompt_tokens,
-        decision_flops=_decision_flops(policy, config),
+        decision_flops=decision_flops,
         sample_flops=micro_batch_flops // config.micro_batch_size,
         micro_batch_flops=micro_batch_flops,
         weight_plane_bytes=weight_plane_bytes,
@@ -204,26 +202,20 @@ def _fix_length(policy: Any, config: PlanConfig) -> int | None:
     return length
 
 
-def _decision_flops(policy: Any, config: PlanConfig) -> int:
-    observation = _observation(1, config)
-    keys = torch.empty(1, dtype=torch.int64, device="meta")
-    return _count(lambda: policy.act(observation, keys))
-
-
-def _training_flops(policy: Any, config: PlanConfig) -> int:
-    """Of one micro-batch."""
+def _flops(policy: Any, config: PlanConfig) -> tuple[int, int]:
+    """Of one decision, and of one micro-batch."""
     batch = config.micro_batch_size
-    observation = _observation(batch, config)
     record = {
         name: torch.empty(batch, *entry.shape, dtype=entry.dtype, device="meta")
         for name, entry in policy.record_spec.items()
     }
 
     def train() -> None:
-        logprobs, entropy = policy(observation, record)
+        logprobs, entropy = policy(_observation(batch, config), record)
         (logprobs.sum() + entropy.sum()).backward()
 
-    return _count(train)
+    keys = torch.empty(1, dtype=torch.int64, device="meta")
+    return _count(lambda: policy.act(_observation(1, config), keys)), _count(train)
 
 
 def _observation(batch: int, config: PlanConfig) -> Observation:
@@ -242,12 +234,9 @@ def _count(compute: Callable[[], object]) -> int:
 
 
 def _short(value: int, unit: str) -> str:
-    """A number with three or four digits: 4.98 TFLOP, 430.1 M."""
-    number, prefixes = float(value), iter(("", "k", "M", "G", "T", "P"))
-    prefix = next(prefixes)
-    while number >= 1000 and prefix != "P":
-        number, prefix = number / 1000, next(prefixes)
-    return f"{number:.{0 if not prefix else 2 if number < 100 else 1}f} {prefix}{unit}".rstrip()
+    """A number with up to four digits: 4.983 TFLOP, 430.1 MB."""
+    thousands = min((len(str(value)) - 1) // 3, 5)
+    return f"{value / 1000**thousands:.4g} {' kMGTP'[thousands].strip()}{unit}"
 
 
 def show(plan: Plan, title: str, console: Console) -> None:
@@ -277,20 +266,6 @@ def show(plan: Plan, title: str, console: Console) -> None:
     console.print(costs)
 
 
-def load_plan(composed: DictConfig) -> PlanConfig:
-    """Turn a composed Hydra config into a checked `PlanConfig`.
-
-    Raises:
-        ConfigError: A key is unknown, has the wrong type, or a value that cannot work.
-    """
-    try:
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PlanConfig), composed))
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
-    assert isinstance(result, PlanConfig)
-    return result
-
-
 def main() -> None:
     """Entry."""
     from hydra.core.config_store import ConfigStore
@@ -300,7 +275,7 @@ def main() -> None:
     @hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name="plan")
     def start(composed: DictConfig) -> None:
         try:
-            config = load_plan(composed)
+            config = load_as(PlanConfig, composed)
             plan = make_plan(config)
         except ConfigError as error:
             sys.stderr.write(f"dvla: error: {error}\n")

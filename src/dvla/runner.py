@@ -37,11 +37,12 @@ from dvla.lanes.training_groups import TrainingGroups
 from dvla.models.policy_source import check_policy, prepare_policy
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.planes.data_plane import make_data_plane
+from dvla.planes.exchange import WeightExchange
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
-from dvla.planes.semaphore import StopFlag, Stopped
+from dvla.planes.semaphore import Semaphore, StopFlag, Stopped
 from dvla.planes.tickets import TicketBook
-from dvla.planes.weights import HostBuffers, Replica
+from dvla.planes.weights import HostBuffers, Replica, ShardWriter
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.device import compute_threads, finish_copies
 from dvla.runtime.failure import describe, first_failure
@@ -177,12 +178,18 @@ def _run_lanes(
             from dvla.models.compute_options import compile_layers  # imports transformers, which not every model needs
 
             compile_layers(replica.policy)
+        num_states = states_of_tasks(spec, config.evaluation.episodes_per_task)
+        tickets = evaluation_tickets(spec, config.evaluation, rank=world.rank, world_size=world.world_size)
         num_slots = config.slots_per_rank(world.world_size)
-        data = make_data_plane(config, spec, policy.record_spec, pool, world.device, num_slots=num_slots)
+        num_evaluation_slots = min(runtime.num_envs, len(tickets)) if config.run.eval_every else 0
+        data = make_data_plane(
+            config, spec, policy.record_spec, pool, world.device, num_slots=num_slots + num_evaluation_slots
+        )
         if source.load is None:
             policy = policy.to(world.device)
         learner = Learner(policy, world, algo, runtime, frozen=source.frozen, load=source.load)
-        host = HostBuffers(manifest, world.weights_pg, world.device)
+        host = HostBuffers(manifest, world.node_pg, world.device)
+        writer = ShardWriter(manifest, learner.parameters(), host, world.device)
 
         book = _make_book(config, world, num_tasks=len(spec.instructions))
         policy_version, saved_version = 0, None
@@ -190,8 +197,6 @@ def _run_lanes(
             policy_version, saved_version = _resume(config, world, resume_from, learner, book, reporter)
 
         stop = StopFlag()
-        num_states = states_of_tasks(spec, config.evaluation.episodes_per_task)
-        tickets = evaluation_tickets(spec, config.evaluation, rank=world.rank, world_size=world.world_size)
         meet = MeetingPoints.create(
             num_envs=runtime.num_envs,
             num_slots=num_slots,
@@ -206,7 +211,9 @@ def _run_lanes(
         sampling = SamplingLane(
             pool=pool,
             sources=[
-                EvaluationEpisodes(tickets, slots=data.arrays, meet=meet),
+                EvaluationEpisodes(
+                    tickets, slots=data.arrays, free=range(num_slots, num_slots + num_evaluation_slots), meet=meet
+                ),
                 TrainingGroups(
                     slots=data.arrays,
                     book=book,
@@ -242,8 +249,7 @@ def _run_lanes(
         param_dist = ParamDistLane(
             meet=meet,
             stop=stop,
-            manifest=manifest,
-            weights_pg=world.weights_pg,
+            exchange=WeightExchange(world, manifest, writer.extents, host.buffers),
             clock=clocks["param_dist"],
             tracer=tracer.for_lane("param_dist"),
         )
@@ -252,7 +258,7 @@ def _run_lanes(
             world=world,
             learner=learner,
             manifest=manifest,
-            host=host,
+            writer=writer,
             slots=slots,
             book=book,
             meet=meet,
@@ -264,6 +270,7 @@ def _run_lanes(
             on_evaluation=reporter.evaluation,
             evaluated_states=num_states,
             num_own_episodes=len(tickets),
+            owes_final_evaluation=bool(config.run.eval_every) and not reporter.is_evaluated(algo.num_steps),
             save=_saver(config, world, spec, learner, reporter),
             clock=clocks["grpo"],
             tracer=tracer.for_lane("grpo"),
@@ -392,15 +399,16 @@ def _run_serial(grpo: GrpoLane, param_dist: ParamDistLane, inference: InferenceL
             with inference.clock.busy():
                 inference.apply_arrived()
 
-    def sample() -> None:
+    def sample(semaphore: Semaphore, seconds: float) -> bool:
         with grpo.clock.waiting():
             with sampling.clock.busy():
                 sampling.step_together()
             with inference.clock.busy():
                 inference.step_all()
+        return True
 
     grpo.after_publish = distribute
-    grpo.wait_for = lambda _: sample()
+    grpo.wait_for = sample
     with contextlib.suppress(Stopped), grpo.clock.busy():
         while True:
             grpo.step()

@@ -52,6 +52,16 @@ def test_a_worker_that_hangs_is_replaced_after_its_deadline(undisturbed, how, tm
     assert not psutil.Process().children()
 
 
+def test_a_decision_for_a_worker_that_is_being_ended_is_dropped(undisturbed, tmp_path):
+    """The policy is about as slow as the deadline, so that it answers while the hung worker is taken down."""
+    for slow_s in (0.5, 1.5, 2.5):
+        marker = tmp_path / f"struck{slow_s}"
+        settings = config("freeze observe 2", marker, step_timeout_s=1.0)
+        played = play_episodes(settings, tmp_path, slow_s=slow_s)
+        assert marker.exists()
+        assert (played.restarts, played.key()) == (1, undisturbed.key())
+
+
 def test_rewards_that_are_no_numbers_replace_the_worker(undisturbed, tmp_path, caplog):
     with caplog.at_level("INFO", logger="dvla"):
         played = play_episodes(config("nan step 5", tmp_path / "struck"), tmp_path)
@@ -74,7 +84,9 @@ def test_a_task_that_fails_again_and_again_ends_the_run(tmp_path):
 def test_an_initial_state_that_always_fails_ends_the_run_though_others_of_its_task_succeed(tmp_path):
     settings = config("", None, num_envs=2, num_workers=2, max_worker_failures=2)
     settings.env.options["fault"] = "bad_state"
-    with pytest.raises(RepeatedFailureError, match=r"3 .* in a row \(task 0, initial state 1000003;.*this state cannot be"):
+    with pytest.raises(
+        RepeatedFailureError, match=r"3 .* in a row \(task 0, initial state 1000003;.*this state cannot be"
+    ):
         play_episodes(settings, tmp_path)
 
 

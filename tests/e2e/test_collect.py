@@ -15,8 +15,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from dvla.collect import CollectConfig, demonstrator_arguments, load_collect
-from dvla.config import ConfigError
+from dvla.collect import CollectConfig, demonstrator_arguments
+from dvla.config import ConfigError, load_as
 from dvla.entry import CONFIG_FOLDER
 from dvla.envs.maniskill import ManiSkillEnv
 from e2e.launch import REPOSITORY
@@ -163,7 +163,7 @@ def test_a_simulator_that_cannot_start_leaves_nothing(tmp_path):
 def test_what_cannot_be_recorded(overrides, words):
     ConfigStore.instance().store(name="collect_config", node=CollectConfig)
     with initialize_config_dir(str(CONFIG_FOLDER), version_base="1.3"), pytest.raises(ConfigError) as error:
-        demonstrator_arguments(load_collect(compose("collect", ["out=x", *overrides])))
+        demonstrator_arguments(load_as(CollectConfig, compose("collect", ["out=x", *overrides])))
     assert all(word in str(error.value) for word in words), error.value
 
 

@@ -128,3 +128,49 @@ def test_a_stopped_evaluation_keeps_what_it_has(tmp_path):
     assert all(count_frames(path) >= 1 for path in videos)
     _, alive = psutil.wait_procs(everyone, timeout=10)
     assert not alive
+
+
+SLOW = (
+    "model=mlp",
+    "env=reach",
+    "env.name=counting_env:CountingEnv",
+    "env.max_episode_steps=8",
+    "evaluation.episodes_per_task=40",
+)
+
+
+def test_an_evaluation_of_which_one_rank_was_stopped_is_not_complete(tmp_path):
+    process = subprocess.Popen(
+        command(*SLOW, "+env.options.fault=slow", f"out={tmp_path / 'here'}", ranks=2),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    log = tmp_path / "here" / "logs" / "dvla-eval-r1-w0.log"
+    deadline = time.monotonic() + 60
+    while not log.exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    rank = next(p for p in psutil.Process(process.pid).children() if "dvla:eval:r1" in " ".join(p.cmdline()))
+    rank.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    summary = result(tmp_path / "here")
+    assert summary["exit"] == "stopped"
+    assert 20 <= summary["episodes"] < 40
+
+
+def test_an_evaluation_that_fails_leaves_what_it_has(tmp_path):
+    done = subprocess.run(
+        command(*SLOW, "+env.options.fault=bad_state", "runtime.num_envs=1", f"out={tmp_path / 'here'}"),
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    summary = result(tmp_path / "here")
+    assert (summary["exit"], summary["episodes"]) == ("failed", 3)
+    assert "this state cannot be" in summary["error"]
+    assert "failed: mlp/default at step 0 in counting, 3 episodes" in done.stdout

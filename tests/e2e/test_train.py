@@ -304,3 +304,49 @@ def test_evaluation_goes_on_beside_training(tmp_path):
     assert run.summary["groups"] - run.summary["groups_dropped"] == 4 * 4
     patterns = documented()
     assert all(any(pattern.fullmatch(tag) for pattern in patterns) for tag in rounds[0] if tag != "policy_version")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algo.groups_per_step=2", "algo.max_staleness=0"),
+        ("algo.groups_per_step=4", "algo.max_staleness=1", "runtime.num_slots=4", "runtime.num_envs=8"),
+        ("algo.groups_per_step=2", "algo.max_staleness=0", "runtime.schedule=serial"),
+    ],
+    ids=str,
+)
+def test_evaluation_finds_room_where_training_holds_all_slots(tmp_path, overrides):
+    run = train(
+        tmp_path, *QUICK, *overrides, "run.eval_every=1", "evaluation.episodes_per_task=3", "runtime.wait_timeout_s=30"
+    )
+    assert run.code == 0, run.output
+    rounds = [
+        json.loads(line)["policy_version"] for line in (run.folder / "evaluations.jsonl").read_text().splitlines()
+    ]
+    assert (rounds[0], rounds[-1]) == (0, 4)
+
+
+def test_a_final_evaluation_that_was_stopped_is_made_up_for(tmp_path):
+    slow = (
+        *QUICK,
+        "env.name=counting_env:CountingEnv",
+        "+env.options.fault=slow",
+        "env.max_episode_steps=4",
+        "algo.filter_zero_signal=false",
+        "algo.num_steps=1",
+        "algo.groups_per_step=2",
+        "model.num_action_chunks=2",
+        "run.eval_every=1",
+        "evaluation.episodes_per_task=60",
+    )
+    process = start(tmp_path, *slow)
+    wait_for_step(process, tmp_path / "test", 1)
+    for rank in ranks_of(process):
+        rank.send_signal(signal.SIGUSR1)
+    run = finish(process, tmp_path)
+    assert (run.summary["exit"], run.summary["policy_version"]) == ("stopped", 1), run.output
+    assert run.summary["eval_success_after"] is None
+    again = train(tmp_path, *slow, "resume=auto")
+    assert again.code == 0, again.output
+    assert again.summary["eval_success_after"] is not None
+    assert again.summary["eval_success_before"] == run.summary["eval_success_before"]

@@ -79,3 +79,9 @@ def test_the_hash_changes_with_any_value_and_nothing_else():
     assert config_hash(Config()) == config_hash(Config())
     assert config_hash(Config()) != config_hash(Config(seed=1))
     assert to_plain(load(OmegaConf.create(to_plain(Config())))) == to_plain(Config())
+
+
+@pytest.mark.parametrize("key", ["nix", "env.nix"])
+def test_keys_that_were_forced_in_are_refused_like_others(key):
+    with pytest.raises(ConfigError, match=rf"{key}: Key 'nix' not in"):
+        load(composed(f"+{key}=3"))

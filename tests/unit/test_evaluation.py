@@ -1,17 +1,23 @@
 """Evaluation episodes: each exactly once, alike whatever the number of workers and ranks."""
 
+from pathlib import Path
+
 import pytest
+import yaml
+from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 from playing import make_config, play_episodes
 from scipy.stats import binomtest
 
-from dvla.config import ConfigError, EnvConfig, EvaluationConfig
+from dvla.config import Config, ConfigError, EnvConfig, EvaluationConfig, register, to_plain
 from dvla.envs.protocol import EnvSpec
+from dvla.evaluate import settings
 from dvla.evaluator import summarise, table
 from dvla.lanes.evaluation_episodes import Outcome, evaluation_tickets, states_of_tasks
 from dvla.telemetry.confidence import success_interval
 
+CONF = str(Path(__file__).parents[2] / "conf")
 COUNTING = {
     "name": "counting_env:CountingEnv",
     "cameras": ("top",),
@@ -101,3 +107,44 @@ def test_the_summary_counts_by_task():
     assert [(o["task"], o["seed"]) for o in summary["outcomes"]] == [(0, 1), (0, 2), (0, 3), (2, 4)]
     text = table({"exit": "completed", "model": "m", "policy_version": 3, "env": "e", **summary})
     assert [line.split()[0] for line in text.splitlines()] == ["completed:", "task", "0", "1", "2", "all"]
+
+
+@pytest.fixture
+def of_a_run(tmp_path, monkeypatch):
+    """Settings of an evaluation of a checkpoint, given the command line; the run had options of its own."""
+    import dvla.models.trained as trained
+
+    config = Config(
+        env=EnvConfig(cameras=(), max_episode_steps=9, options={"num_tasks": 2, "target_radius": 0.3}), seed=5
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+    monkeypatch.setattr(trained, "fault_of", lambda folder: None)
+    checkpoint = tmp_path / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+
+    def get(*overrides):
+        register()
+        overrides = (f"checkpoint={checkpoint}", *overrides)
+        with initialize_config_dir(CONF, version_base="1.3"):
+            return settings(compose("evaluate", list(overrides)), list(overrides))[0]
+
+    return get
+
+
+def test_a_checkpoints_settings_are_its_runs_but_for_the_command_line(of_a_run):
+    assert of_a_run().env.options == {"num_tasks": 2, "target_radius": 0.3}
+    assert of_a_run().seed == 5
+    changed = of_a_run("env.max_episode_steps=13", "seed=6", "++env.options.num_tasks=1", "runtime.num_envs=2")
+    assert (changed.env.max_episode_steps, changed.seed, changed.runtime.num_envs) == (13, 6, 2)
+    assert changed.env.options == {"num_tasks": 1, "target_radius": 0.3}
+
+
+def test_another_environment_brings_all_of_its_own_settings(of_a_run):
+    for overrides in (("env.max_episode_steps=17", "env=maniskill"), ("env=maniskill", "env.max_episode_steps=17")):
+        env = of_a_run(*overrides).env
+        assert (env.name, env.max_episode_steps, env.options) == ("maniskill", 17, {"control_mode": "pd_ee_delta_pos"})
+
+
+def test_what_was_trained_cannot_be_changed(of_a_run):
+    with pytest.raises(ConfigError, match=r"model\.temperature: with a checkpoint, this is as in its run"):
+        of_a_run("model.temperature=2")

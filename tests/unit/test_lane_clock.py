@@ -80,15 +80,6 @@ def test_an_error_ends_the_wait(clock: Clock) -> None:
     assert (lane.total().busy_s, lane.total().wait_s) == (2, 1)
 
 
-def test_a_wait_that_was_measured_elsewhere(clock: Clock) -> None:
-    lane = LaneClock(clock)
-    lane.start()
-    clock.forward(5)
-    lane.add_wait(3)
-    clock.forward(1)
-    assert (lane.total().busy_s, lane.total().wait_s) == (3, 3)
-
-
 def test_a_wait_under_way_counts_up_to_the_reading(clock: Clock) -> None:
     lane = LaneClock(clock)
     lane.start()

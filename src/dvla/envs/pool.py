@@ -120,7 +120,7 @@ class Worker:
 
     def send(self, records: Iterable[Record]) -> None:
         """Send orders in one packet; a dead worker shows at the next `receive`."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(OSError):
             self.link.send(b"".join(record.pack() for record in records))
 
     def abort(self) -> None:
@@ -291,7 +291,11 @@ class WorkerPool:
         with self._lock:
             worker.owed -= len(records)
         first = worker.number * self._envs_per_worker
-        return [Record(r.kind, first + r.env, r.slot, r.decision) for r in records]
+        records = [Record(r.kind, first + r.env, r.slot, r.decision) for r in records]
+        for record in records:
+            if record.kind is Kind.finished:
+                del self._slot_of[record.env]  # another environment's beats may come from it now
+        return records
 
     def overdue(self) -> list[tuple[Worker, WorkerError]]:
         """The workers whose simulator has not moved for longer than it may, ended, and what to say of each."""
@@ -299,6 +303,8 @@ class WorkerPool:
         for worker in self.workers:
             seconds = self._step_timeout_s if worker.is_built else self._setup_timeout_s
             if worker.owed and time.monotonic() - self._last_sign(worker) > seconds:
+                with self._lock:
+                    self._generations[worker.number] += 1  # from now on nothing is sent to it
                 worker.abort()
                 key = "step_timeout_s" if worker.is_built else "setup_timeout_s"
                 words = f"did not move for {seconds:.0f} s; raise runtime.{key} if it may take that long"

@@ -93,11 +93,14 @@ class EvaluationEpisodes:
     Args:
         tickets: The episodes of a round.
         slots: The episode slots.
+        free: Those that are for evaluation alone: training may hold all others while it waits for a round.
         meet: Where versions come from and outcomes go.
     """
 
-    def __init__(self, tickets: Sequence[Ticket], *, slots: dict[str, np.ndarray], meet: MeetingPoints) -> None:
-        self._plan, self._slots, self._meet = tickets, slots, meet
+    def __init__(
+        self, tickets: Sequence[Ticket], *, slots: dict[str, np.ndarray], free: Sequence[int], meet: MeetingPoints
+    ) -> None:
+        self._plan, self._slots, self._free, self._meet = tickets, slots, list(free), meet
         self._tickets: deque[Ticket] = deque()
         self._version = -1
 
@@ -110,16 +113,11 @@ class EvaluationEpisodes:
             )
         if not self._tickets or self._meet.applied_version < self._version:
             return None
-        slot = self._meet.slots_free.try_get()
-        return None if slot is None else (self._tickets.popleft(), slot)
+        return (self._tickets.popleft(), self._free.pop()) if self._free else None
 
     def opens_with(self) -> Sequence[Selectable]:
-        """A round; within one, new weights and free slots."""
-        if not self._tickets:
-            return [self._meet.rounds.semaphore]
-        if self._meet.applied_version < self._version:
-            return [self._meet.admission]
-        return [self._meet.slots_free.semaphore]
+        """A round; within one, new weights (and the end of one of its episodes)."""
+        return [self._meet.admission] if self._tickets else [self._meet.rounds.semaphore]
 
     def is_exhausted(self) -> bool:
         """Whether no round is under way or waits."""
@@ -140,4 +138,4 @@ class EvaluationEpisodes:
                 last_version=int(versions.max()),
             )
         )
-        self._meet.slots_free.put(slot)
+        self._free.append(slot)

@@ -14,7 +14,7 @@ from dvla.lanes.evaluation_tally import EvaluationTally
 from dvla.lanes.lane import Lane
 from dvla.lanes.learner import MicroBatch
 from dvla.planes.semaphore import Semaphore, StopFlag, Stopped, WaitTimeoutError, wait_any
-from dvla.planes.weights import Publication, learner_digest, shard_views, write_shards
+from dvla.planes.weights import Publication, learner_digest
 from dvla.rl.advantages import group_advantages, has_signal
 from dvla.rl.episodes import decision_weights, episode_returns
 from dvla.rl.losses import LossStats
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from dvla.planes.manifest import Manifest
     from dvla.planes.observations import SlotTensors
     from dvla.planes.tickets import Group, TicketBook
-    from dvla.planes.weights import HostBuffers
+    from dvla.planes.weights import ShardWriter
     from dvla.runtime.world import World
     from dvla.telemetry.lane_clock import LaneClock
     from dvla.telemetry.trace import Tracer
+
+_LOOK_S = 5.0  # how often the ranks look at each other while training waits for an evaluation
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class GrpoLane(Lane):
         world: World,
         learner: Learner,
         manifest: Manifest,
-        host: HostBuffers,
+        writer: ShardWriter,
         slots: SlotTensors,
         book: TicketBook,
         meet: MeetingPoints,
@@ -93,13 +95,14 @@ class GrpoLane(Lane):
         on_evaluation: Callable[[dict[str, float]], None],
         evaluated_states: Sequence[int],
         num_own_episodes: int,
+        owes_final_evaluation: bool,
         save: Callable[[int, dict[str, Any]], None],
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
         super().__init__(clock, tracer)
         self._config, self._algo, self._world = config, config.algo, world
-        self._learner, self._manifest, self._host = learner, manifest, host
+        self._learner, self._manifest, self._writer = learner, manifest, writer
         self._slots, self._book, self._meet, self._stop = slots, book, meet, stop
         self._stop_request, self._on_step, self._save = stop_request, on_step, save
         self._groups_per_batch = config.groups_per_rank(world.world_size)
@@ -108,7 +111,7 @@ class GrpoLane(Lane):
         self._held: list[Group] = []  # trained on, needed again by the batch's next epoch
         self._gaps: list[Tensor] = []
         self._on_evaluation, self._evaluated_states = on_evaluation, evaluated_states
-        self._num_own_episodes = num_own_episodes
+        self._num_own_episodes, self._owes_final_evaluation = num_own_episodes, owes_final_evaluation
         self._evaluation: EvaluationTally | None = None
         self._restarts_counted = 0
         self._publications = 0
@@ -118,7 +121,7 @@ class GrpoLane(Lane):
         self.policy_version = policy_version
         self.outcome: str | None = None
         """`completed` or `stopped` once the lane has ended by itself."""
-        self.wait_for: Callable[[Semaphore], None] = self._block_for
+        self.wait_for: Callable[[Semaphore, float], bool] = self._block_for
         """How to wait for what sampling produces; the serial schedule samples instead of blocking."""
         self.after_publish: Callable[[], None] = lambda: None
         """What follows a publication on this thread; the serial schedule distributes it."""
@@ -130,11 +133,14 @@ class GrpoLane(Lane):
         if not self._has_stream:
             use_own_stream(self._learner.device)
             self._has_stream = True
-        if self._publications == 0 and self.policy_version < self._algo.num_steps:
+        is_over = self.policy_version >= self._algo.num_steps
+        if self._publications == 0 and (not is_over or self._owes_final_evaluation):
             self.publish()  # the starting weights go the way all weights go
             if self._config.run.eval_every and self.policy_version == 0:
                 self._evaluate_alone()
-        if self.policy_version >= self._algo.num_steps:
+        if is_over:
+            if self._owes_final_evaluation:
+                self._evaluate_alone()
             self._end("completed")
         begin = time.monotonic()
         tally = BatchTally(loss=LossStats.zeros(self._learner.device))
@@ -177,11 +183,9 @@ class GrpoLane(Lane):
         self._look_at_evaluation()
         if self._is_due(self._config.run.checkpoint_every):
             self._checkpoint()
-        if self._config.run.eval_every:
-            if self.policy_version >= self._algo.num_steps:
-                self._evaluate_alone()
-            elif self._evaluation is None and self._is_due(self._config.run.eval_every):
-                self._begin_evaluation()
+        every, is_over = self._config.run.eval_every, self.policy_version >= self._algo.num_steps
+        if every and not is_over and self._evaluation is None and self._is_due(every):
+            self._begin_evaluation()
 
     def _is_due(self, every: int) -> bool:
         """Whether this batch has reached or passed a multiple of `every` optimiser steps."""
@@ -203,7 +207,8 @@ class GrpoLane(Lane):
     def _begin_evaluation(self) -> None:
         """Begin a round with the weights just published; all ranks do so at the same version."""
         self._evaluation = EvaluationTally(self._evaluated_states, self.policy_version)
-        self._meet.rounds.put(self.policy_version)
+        if self._num_own_episodes:
+            self._meet.rounds.put(self.policy_version)
 
     def _look_at_evaluation(self) -> None:
         """Take in the outcomes since the last look; report the round once all ranks have finished it."""
@@ -224,14 +229,17 @@ class GrpoLane(Lane):
             self._await_evaluation()
 
     def _await_evaluation(self) -> None:
-        """Wait until this rank has finished its share of the round, then join with the others."""
+        """Wait for this rank's share of the round, but not for long: then look with the others at how far all are."""
         assert self._evaluation is not None
-        while self._evaluation.num_own() < self._num_own_episodes and not self._stop_request.is_set():
+        deadline = time.monotonic() + _LOOK_S
+        while self._evaluation.num_own() < self._num_own_episodes and time.monotonic() < deadline:
             outcome = self._meet.outcomes.try_get()
-            if outcome is None:
-                self.wait_for(self._meet.outcomes.semaphore)
-            else:
+            if outcome is not None:
                 self._evaluation.add(outcome)
+            elif self._stop_request.is_set():
+                break
+            else:
+                self.wait_for(self._meet.outcomes.semaphore, deadline - time.monotonic())
         self._agree(0, stop=False)
         self._look_at_evaluation()
 
@@ -257,19 +265,20 @@ class GrpoLane(Lane):
             elif (arrived := self._meet.groups.try_get()) is not None:
                 self._finished.append(arrived)
             else:
-                self.wait_for(self._meet.groups.semaphore)
+                timeout_s = self._config.runtime.wait_timeout_s
+                if not self.wait_for(self._meet.groups.semaphore, timeout_s):
+                    raise WaitTimeoutError(
+                        f"lane grpo waited {timeout_s:.0f} s for a finished group at version {self.policy_version}; raise "
+                        "runtime.wait_timeout_s if sampling can take that long"
+                    )
         return None
 
-    def _block_for(self, semaphore: Semaphore) -> None:
+    def _block_for(self, semaphore: Semaphore, seconds: float) -> bool:
         with self.clock.waiting():
-            is_ready = wait_any([self._stop, self._stop_request, semaphore], self._config.runtime.wait_timeout_s)
+            is_ready = wait_any([self._stop, self._stop_request, semaphore], max(0.0, seconds))
         if self._stop.is_set():
             raise Stopped
-        if not is_ready:
-            raise WaitTimeoutError(
-                f"lane grpo waited {self._config.runtime.wait_timeout_s:.0f} s for one of `{semaphore.name}` at version "
-                f"{self.policy_version}; raise runtime.wait_timeout_s if sampling can take that long"
-            )
+        return is_ready
 
     def _free_slots(self, group: Group) -> None:
         finish_copies(self._learner.device)
@@ -348,12 +357,11 @@ class GrpoLane(Lane):
         """Write this rank's shards into the next host buffer and hand it to param_dist."""
         with self.clock.waiting():
             self._meet.host_free.acquire("param_dist to send the version before the last")
-        buffer = self._publications % 2
+        buffer = self._publications % self._writer.num_buffers
         self._publications += 1
         with self.tracer.span("publish", version=self.policy_version):
             parameters = self._learner.parameters()
-            pairs = shard_views(self._manifest, parameters, self._host.buffers[buffer])
-            write_shards(pairs, self._learner.device)
+            self._writer.write(parameters, buffer)
             verify = self._config.runtime.verify_weights
             digest = learner_digest(self._manifest, parameters) if verify else None
         self._meet.published.put(Publication(self.policy_version, buffer, digest))

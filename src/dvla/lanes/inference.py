@@ -121,9 +121,10 @@ class InferenceLane(Lane):
         return batch
 
     def _serve_alike(self, batch: list[Request]) -> None:
-        """Serve a batch, greedy requests (evaluation) apart from those that explore."""
+        """Serve a batch, greedy requests (evaluation) apart from those that explore; none of a worker that is no more."""
+        current = [request for request in batch if request.generation == self._pool.generation(request.env)]
         for greedy in (False, True):
-            if part := [request for request in batch if request.greedy is greedy]:
+            if part := [request for request in current if request.greedy is greedy]:
                 self.serve(part)
 
     @torch.inference_mode()

@@ -6,6 +6,7 @@ since the waiting side is another process.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,8 @@ class MeetingPoints:
         return cls(
             num_envs=num_envs,
             slots_free=slots_free,
-            # One for each environment, and those of workers that were replaced meanwhile, while inference is at work.
-            requests=Channel("requests", 16 * num_envs, stop, timeout_s),
+            # One for each environment, and while inference is at work any number from workers that were replaced since.
+            requests=Channel("requests", sys.maxsize, stop, timeout_s),
             groups=Channel("groups", num_slots, stop, timeout_s),
             host_free=Semaphore("host_free", 2, stop, timeout_s),
             published=Channel("published", 3, stop, timeout_s),

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
 from dvla.lanes.lane import Lane
 from dvla.planes.semaphore import StopFlag, Stopped, wait_any
-from dvla.planes.weights import Arrival, Publication, WeightPlaneError
+from dvla.planes.weights import Arrival, Publication
 
 if TYPE_CHECKING:
     from dvla.lanes.meeting_points import MeetingPoints
-    from dvla.planes.manifest import Manifest
+    from dvla.planes.exchange import WeightExchange
     from dvla.telemetry.lane_clock import LaneClock
     from dvla.telemetry.trace import Tracer
 
@@ -22,11 +19,11 @@ if TYPE_CHECKING:
 class ParamDistLane(Lane):
     """Moves versions from the learners to the replicas.
 
-    Owns: the gloo weight group; which host buffer is free.
+    Owns: the exchange, with the gloo groups of the node and of the leaders; which host buffer is free.
     Consumes: published shards (`published`), the word that a version was applied (`staging_free`).
     Produces: whole versions (`arrived`), free host buffers (`host_free`).
-    Blocks on: `published`, `staging_free`, the other ranks of the weight group.
-    Unblocked by: grpo (publishes), inference (applies), the param_dist lanes of the other ranks.
+    Blocks on: `published`, `staging_free`, the param_dist lanes of the node; a leader also on the other leaders.
+    Unblocked by: grpo (publishes), inference (applies), these lanes.
     """
 
     name = "param_dist"
@@ -36,13 +33,12 @@ class ParamDistLane(Lane):
         *,
         meet: MeetingPoints,
         stop: StopFlag,
-        manifest: Manifest,
-        weights_pg: dist.ProcessGroup,
+        exchange: WeightExchange,
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
         super().__init__(clock, tracer)
-        self._meet, self._stop, self._manifest, self._group = meet, stop, manifest, weights_pg
+        self._meet, self._stop, self._exchange = meet, stop, exchange
         self._first = True
         self.sync_seconds: list[float] = []
         """Published to arrived, of each version."""
@@ -55,15 +51,15 @@ class ParamDistLane(Lane):
             raise Stopped
         begin = time.monotonic()
         with self.tracer.span("gather", version=publication.version):
-            self._agree(publication.version)  # all ranks have written: the version is whole
+            self._exchange.gather(publication)
         with self.clock.waiting():
             self._meet.staging_free.acquire("inference to apply the version before")
         with self.tracer.span("hand over", version=publication.version):
             self._meet.arrived.put(Arrival(publication.version, publication.buffer, publication.digest))
             self.sync_seconds.append(time.monotonic() - begin)
             self.clock.count()
-            # Once no replica of the node reads the version before, its buffer may be written again.
-            self._agree(publication.version)
+            # Once all replicas of the node have applied the version before, the next may be written (see HostBuffers).
+            self._exchange.await_applied(publication)
             if not self._first:
                 self._meet.host_free.release()
             self._first = False
@@ -75,14 +71,3 @@ class ParamDistLane(Lane):
             if self._stop.is_set():
                 raise Stopped
         return self._meet.published.get()
-
-    def _agree(self, version: int) -> None:
-        """Wait for the other ranks of the weight group, and check that they mean the same transfer."""
-        mine = torch.tensor([version, self._manifest.digest()])
-        low, high = mine.clone(), mine.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
-        if not torch.equal(low, high):
-            raise WeightPlaneError(
-                f"ranks publish different weights: versions {low[0]} to {high[0]}, manifests {low[1]:x} to {high[1]:x}"
-            )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ NOISE_HEAD = "noise_head.safetensors"
 
 logger = logging.getLogger(__name__)
 
-_Understood = tuple[OpenVLAOFTConfig | Pi05Config, WeightMap, Statistics | None]
+_Config = OpenVLAOFTConfig | Pi05Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Checkpoint:
     """What a folder of weights says about its model."""
 
     files: CheckpointFiles
-    config: OpenVLAOFTConfig | Pi05Config
+    config: _Config
     weight_map: WeightMap
     statistics: Statistics | None
     tokenizer: TextTokenizer | None
@@ -61,8 +61,7 @@ class Checkpoint:
         Raises:
             ConfigError: Tensors are missing, unexpected or of another shape; lists them.
         """
-        shapes = {canonical_name(n): tuple(p.shape) for n, p in policy.named_parameters() if not is_new(n)}
-        check(self.weight_map, shapes, self.files)
+        check(self.weight_map, original_shapes(policy), self.files)
         head = {n: tuple(p.shape) for n, p in policy.named_parameters() if n.startswith("noise_head.")}
         if head and not self.noise_head:
             logger.warning("%s has no %s: the noise head starts at random", self.files.folder, NOISE_HEAD)
@@ -96,7 +95,7 @@ def open_checkpoint(model: ModelConfig, *, with_tokenizer: bool = True) -> Check
     check_options(model.name, known_model(model.name, "nano", {})[1], model.options)
     files = CheckpointFiles(folder)
     try:
-        config, weight_map, statistics = openers[model.name](folder, files, dict(model.options), model.unnorm_key)
+        config, statistics = openers[model.name](folder, files, dict(model.options), model.unnorm_key)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -109,7 +108,26 @@ def open_checkpoint(model: ModelConfig, *, with_tokenizer: bool = True) -> Check
         noise_head = load_file(folder / NOISE_HEAD) if (folder / NOISE_HEAD).is_file() else {}
     except (OSError, SafetensorError) as error:
         raise files.error(f"{NOISE_HEAD} cannot be read ({error})") from error
+    weight_map = weight_map_of(config, files.tensors)
     return Checkpoint(files, config, weight_map, statistics, tokenizer, noise_head)
+
+
+def weight_map_of(config: _Config, names: Collection[str] = ()) -> WeightMap:
+    """How a checkpoint's tensors correspond to a model of these sizes; `names`, those that are there, tell the layout."""
+    if isinstance(config, OpenVLAOFTConfig):
+        return oft_weight_map(config)
+    return pi05_weight_map(
+        vision_layers=config.vision_layers,
+        layers=config.layers,
+        names=names,
+        vocab_size=config.vocab_size,
+        expert_width=config.expert_hidden_size,
+    )
+
+
+def original_shapes(policy: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that the original has too, by canonical name."""
+    return {canonical_name(n): tuple(p.shape) for n, p in policy.named_parameters() if not is_new(n)}
 
 
 def build_from_checkpoint(build: Any, checkpoint: Checkpoint, spec: EnvSpec, model: ModelConfig) -> nn.Module:
@@ -141,24 +159,19 @@ def _is_ours_and_unnormalised(config: dict[str, Any]) -> bool:
 
 def _open_openvla_oft(
     folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None
-) -> _Understood:
+) -> tuple[_Config, Statistics | None]:
     foreign = [path.name for kind in ("action_head", "vision_backbone") for path in folder.glob(f"{kind}--*")]
     if foreign:
         raise files.error(f"{foreign[0]} belongs to a variant (L1 or diffusion head, FiLM) that is not supported")
     # The newest by its number of steps, if it was saved several times.
     projectors = sorted(folder.glob("proprio_projector*"), key=lambda path: (_number(path.name), path.name))
-    if projectors:
+    if projectors and options.setdefault("use_proprio", True):
         files.add(projectors[-1], prefix="proprio_projector.")
-        options.setdefault("use_proprio", True)
-        if not options["use_proprio"]:
-            files.drop("proprio_projector.")
     config = read_oft_config(folder, files, options)
     if config.use_proprio and not projectors:
         raise ConfigError(f"model.options.use_proprio: {folder} has no proprio_projector file")
-    statistics = None
-    if not _is_ours_and_unnormalised(files.read_json("config.json")):
-        statistics = read_openvla_statistics(folder, unnorm_key)
-    return config, oft_weight_map(config), statistics
+    normalized = not _is_ours_and_unnormalised(files.read_json("config.json"))
+    return config, read_openvla_statistics(folder, unnorm_key) if normalized else None
 
 
 def _number(name: str) -> int:
@@ -166,27 +179,26 @@ def _number(name: str) -> int:
     return int("".join(filter(str.isdigit, name)) or 0)
 
 
-def _open_pi05(folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None) -> _Understood:
+def _open_pi05(
+    folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None
+) -> tuple[_Config, Statistics | None]:
     sizes: dict[str, Any] = read_pi05_sizes(files)
     raw = files.read_json("config.json")
-    is_lerobot = "chunk_size" in raw
-    switches: dict[str, Any] = dict(raw.get("dvla", {}).get("options", {}))
-    if is_lerobot:
-        # lerobot's pi0.5 always writes the state into the prompt.
-        switches = {"discrete_state_input": True, "max_token_len": raw.get("tokenizer_max_length", 200)} | switches
-    if "action_horizon" not in switches:
-        horizon = raw.get("chunk_size" if is_lerobot else "action_horizon")
-        if horizon is None:
-            raise ConfigError(f"model.checkpoint={folder}: config.json has neither action_horizon nor chunk_size")
+    switches: dict[str, Any] = {}
+    if horizon := raw.get("chunk_size", raw.get("action_horizon")):
         switches["action_horizon"] = horizon
     if sizes["vision_hidden_size"] == 1152:
-        switches.setdefault("vision_heads", 16)
-    if not is_lerobot and "discrete_state_input" not in switches | options:
+        switches["vision_heads"] = 16
+    if "chunk_size" in raw:  # lerobot's pi0.5 always writes the state into the prompt
+        switches |= {"discrete_state_input": True, "max_token_len": raw.get("tokenizer_max_length", 200)}
+    switches |= raw.get("dvla", {}).get("options", {}) | options
+    if "action_horizon" not in switches:
+        raise files.error("config.json has neither action_horizon nor chunk_size")
+    if "discrete_state_input" not in switches:
         logger.warning(
             "openpi's folders do not say whether the state is part of the prompt: taken to be not, as for LIBERO "
             "(model.options.discrete_state_input)"
         )
-    switches |= options
     if "vision_heads" not in switches:
         raise ConfigError(
             f"model.options.vision_heads: weights of {folder} do not tell the number of heads of this vision tower: give it"
@@ -196,19 +208,8 @@ def _open_pi05(folder: Path, files: CheckpointFiles, options: dict[str, Any], un
             raise ConfigError(
                 f"model.options.{name}={switches[name]} contradicts the weights of {folder}, which have {size}"
             )
-    unknown = sorted(set(switches) - {field.name for field in dataclasses.fields(Pi05Config)})
-    if unknown:
-        raise ConfigError(f"model.options.{unknown[0]}: pi05 has no such option")
     try:
         config = Pi05Config(**sizes | switches)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.options: {error}") from error
-    weight_map = pi05_weight_map(
-        vision_layers=config.vision_layers,
-        layers=config.layers,
-        names=files.tensors.keys(),
-        vocab_size=config.vocab_size,
-        expert_width=config.expert_hidden_size,
-    )
-    statistics = None if _is_ours_and_unnormalised(raw) else read_pi05_statistics(folder, unnorm_key)
-    return config, weight_map, statistics
+    return config, None if _is_ours_and_unnormalised(raw) else read_pi05_statistics(folder, unnorm_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import zipfile
@@ -77,20 +78,15 @@ class CheckpointFiles:
         elif (folder / INDEX_FILE).exists():
             self._add_shards()
         else:
-            there = sorted(path.name for path in folder.iterdir())
-            listed = ", ".join(there[:10]) + (f" and {len(there) - 10} more" if len(there) > 10 else "")
-            raise self.error(f"no {SINGLE_FILE} nor {INDEX_FILE}; it holds {listed or 'nothing'}")
+            there = listed(sorted(path.name for path in folder.iterdir()))
+            raise self.error(f"no {SINGLE_FILE} nor {INDEX_FILE}; it holds {there or 'nothing'}")
 
     def error(self, message: str) -> ConfigError:
         """An error that names the folder."""
         return ConfigError(f"model.checkpoint={self.folder}: {message}")
 
     def read_json(self, name: str) -> Any:
-        """Content of a JSON file of the folder.
-
-        Raises:
-            ConfigError: It is not there or no JSON.
-        """
+        """Content of a JSON file of the folder; raises ConfigError if it is not there or no JSON."""
         try:
             return json.loads((self.folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -99,11 +95,7 @@ class CheckpointFiles:
             raise self.error(f"{name} cannot be read ({error})") from error
 
     def add(self, path: Path, prefix: str = "") -> None:
-        """Add the tensors of another file, of safetensors or of `torch.save`.
-
-        Args:
-            path: The file.
-            prefix: Put before their names.
+        """Add the tensors of another file, of safetensors or of `torch.save`, with `prefix` before their names.
 
         Raises:
             ConfigError: It cannot be read, or a name is there already.
@@ -114,16 +106,8 @@ class CheckpointFiles:
                 raise self.error(f"{prefix + name} is in {path.name} and in {self.tensors[prefix + name].file.name}")
             self.tensors[prefix + name] = info
 
-    def drop(self, prefix: str) -> None:
-        """Forget the tensors whose names begin with `prefix`."""
-        self.tensors = {name: info for name, info in self.tensors.items() if not name.startswith(prefix)}
-
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that must be there.
-
-        Raises:
-            ConfigError: It is not.
-        """
+        """Shape of a tensor; raises ConfigError if there is none of that name."""
         if name not in self.tensors:
             raise self.error(f"tensor {name} is missing")
         return self.tensors[name].shape
@@ -147,18 +131,16 @@ class CheckpointFiles:
         shard_of = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(shard_of, dict):
             raise self.error(f"{INDEX_FILE} has no weight_map")
-        headers: dict[str, dict[str, TensorInfo]] = {}
-        for name, shard in shard_of.items():
-            if shard not in headers:
-                if not (self.folder / shard).exists():
-                    raise self.error(f"{shard}, named in {INDEX_FILE}, is missing")
-                headers[shard] = self._safetensors_header(self.folder / shard)
-            if name not in headers[shard]:
-                raise self.error(f"{name} is not in {shard}, where {INDEX_FILE} says it is")
-            self.tensors[name] = headers[shard][name]
-        for shard, header in headers.items():
-            if stray := sorted(set(header) - set(shard_of)):
+        for shard in dict.fromkeys(shard_of.values()):
+            if not (self.folder / shard).exists():
+                raise self.error(f"{shard}, named in {INDEX_FILE}, is missing")
+            found = self._safetensors_header(self.folder / shard)
+            named = {name for name, place in shard_of.items() if place == shard}
+            if absent := sorted(named - set(found)):
+                raise self.error(f"{absent[0]} is not in {shard}, where {INDEX_FILE} says it is")
+            if stray := sorted(set(found) - named):
                 raise self.error(f"{shard} holds {stray[0]}, which {INDEX_FILE} does not name")
+            self.tensors |= found
 
     def _safetensors_header(self, path: Path) -> dict[str, TensorInfo]:
         try:
@@ -211,7 +193,7 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
-        end = offset + _num_bytes(dtype, shape)
+        end = offset + dtype.itemsize * math.prod(shape)
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -232,5 +214,6 @@ def write_safetensors(
         temporary.unlink(missing_ok=True)
 
 
-def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * torch.Size(shape).numel()
+def listed(names: Sequence[str]) -> str:
+    """The first ten names, and how many more there are."""
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dvla.config import ConfigError, ModelConfig
-from dvla.models.checkpoint import NOISE_HEAD, open_checkpoint
+from dvla.models.checkpoint import NOISE_HEAD, open_checkpoint, original_shapes, weight_map_of
 from dvla.models.checkpoint_files import INDEX_FILE, SINGLE_FILE, CheckpointFiles, TensorPlan, write_safetensors
-from dvla.models.lora import canonical_name, is_new, merged_reader
-from dvla.models.openvla_oft_weights import oft_weight_map
-from dvla.models.pi05_weights import pi05_weight_map
+from dvla.models.lora import merged_reader
+from dvla.models.openvla_oft_config import OpenVLAOFTConfig
+from dvla.models.pi05_config import Pi05Config
 from dvla.models.weight_map import WeightMap, export_tensor, source_shapes
 
 PROPRIO = "proprio_projector."
@@ -47,11 +47,10 @@ def write_policy(policy: Any, model: ModelConfig, out: Path) -> None:
             opened = open_checkpoint(model, with_tokenizer=False)
             _write_like(opened.files, opened.weight_map, read_parameter, temporary)
         else:
-            _write_new(policy, model.name, read_parameter, temporary)
+            _write_new(policy, read_parameter, temporary)
         head = {name: p for name, p in policy.named_parameters() if name.startswith("noise_head.")}
         if head:
-            described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in head.items()]
-            write_safetensors(temporary / NOISE_HEAD, described, head.__getitem__)
+            _write_small(temporary / NOISE_HEAD, head)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -76,31 +75,43 @@ def _write_like(files: CheckpointFiles, weight_map: WeightMap, read_parameter: _
             (shutil.copytree if path.is_dir() else shutil.copyfile)(path, out / path.name)
 
 
+def _write_small(path: Path, tensors: dict[str, Tensor]) -> None:
+    write_safetensors(path, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__)
+
+
 def _write_projector(source: Path, target: Path, tensors: dict[str, Tensor]) -> None:
+    """Write the proprio projector, a small file of its own, in the format and with the names of `source`."""
     if target.suffix == ".safetensors":
-        write_safetensors(target, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__)
+        _write_small(target, tensors)
     else:
         names = torch.load(source, weights_only=True, map_location="meta")
         torch.save({name: tensors[name.removeprefix("module.")] for name in names}, target)
 
 
-def _write_new(policy: Any, name: str, read_parameter: _Read, out: Path) -> None:
+def _write_new(policy: Any, read_parameter: _Read, out: Path) -> None:
     """Write a policy that began with random weights; the names and the order are those of the original's own files."""
-    config = policy.config
+    weight_map = weight_map_of(policy.config)
+    read = _reader(weight_map, read_parameter, None)
+    shapes = source_shapes(weight_map, original_shapes(policy)) | dict(weight_map.dead)
+    names = [rule.sources[0] for rule in weight_map.rules] + list(weight_map.dead)
+    projector = {name.removeprefix(PROPRIO): read(name) for name in names if name.startswith(PROPRIO)}
+    if projector:
+        _write_small(out / "proprio_projector.safetensors", projector)
+    tensors = [(name, torch.float32, tuple(shapes[name])) for name in names if not name.startswith(PROPRIO)]
+    write_safetensors(out / SINGLE_FILE, tensors, read, {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(_describe(policy.config), indent=2) + "\n")
+    policy.tokenizer.save(out)
+
+
+def _describe(config: OpenVLAOFTConfig | Pi05Config) -> dict[str, Any]:
+    """What the original keeps in ``config.json``, and under ``dvla`` what it has no place for."""
     options = dataclasses.asdict(config)
-    if name == "pi05":
-        weight_map = pi05_weight_map(
-            vision_layers=config.vision_layers,
-            layers=config.layers,
-            names=(),
-            vocab_size=config.vocab_size,
-            expert_width=config.expert_hidden_size,
-        )
+    if isinstance(config, Pi05Config):
         switches = [
             *("action_horizon", "vision_heads", "max_token_len", "discrete_state_input"),
             *("sampler", "num_denoise_steps", "noise_level"),
         ]
-        described: dict[str, Any] = {
+        return {
             "action_dim": config.action_dim,
             "action_horizon": config.action_horizon,
             "paligemma_variant": "gemma_2b" if config.hidden_size == 2048 else "dvla",
@@ -108,55 +119,38 @@ def _write_new(policy: Any, name: str, read_parameter: _Read, out: Path) -> None
             "precision": "float32",
             "dvla": {"normalized": False, "options": {key: options[key] for key in switches}},
         }
-    else:
-        weight_map = oft_weight_map(config)
-        described = {
-            "model_type": "openvla",
-            "architectures": ["OpenVLAForActionPrediction"],
-            "arch_specifier": "no-align+fused-gelu-mlp",
-            "image_resize_strategy": "resize-naive",
-            "image_sizes": [config.image_size, config.image_size],
-            "llm_backbone_id": "llama2-7b-pure",
-            "n_action_bins": 256,
+    switches = ["keep_stop_token", "center_crop", "pixel_means", "pixel_stds"]
+    return {
+        "model_type": "openvla",
+        "architectures": ["OpenVLAForActionPrediction"],
+        "arch_specifier": "no-align+fused-gelu-mlp",
+        "image_resize_strategy": "resize-naive",
+        "image_sizes": [config.image_size, config.image_size],
+        "llm_backbone_id": "llama2-7b-pure",
+        "n_action_bins": 256,
+        "pad_token_id": config.vocab_size,
+        "pad_to_multiple_of": config.num_embeddings - config.vocab_size,
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": config.llm_hidden_size,
+            "intermediate_size": config.llm_mlp_size,
+            "num_hidden_layers": config.llm_layers,
+            "num_attention_heads": config.llm_heads,
+            "num_key_value_heads": config.llm_heads,
             "pad_token_id": config.vocab_size,
-            "pad_to_multiple_of": config.num_embeddings - config.vocab_size,
-            "text_config": {
-                "model_type": "llama",
-                "hidden_size": config.llm_hidden_size,
-                "intermediate_size": config.llm_mlp_size,
-                "num_hidden_layers": config.llm_layers,
-                "num_attention_heads": config.llm_heads,
-                "num_key_value_heads": config.llm_heads,
-                "pad_token_id": config.vocab_size,
-                "vocab_size": config.num_embeddings,
-                "rms_norm_eps": 1e-6,
-            },
-            "use_fused_vision_backbone": True,
-            "vision_backbone_id": "dinosiglip-vit-so-224px",
-            "timm_model_ids": ["dvla_dino", "dvla_siglip"],
-            "dvla": {
-                "normalized": False,
-                "dino_heads": config.dino_heads,
-                "siglip_heads": config.siglip_heads,
-                "options": {
-                    key: options[key] for key in ("keep_stop_token", "center_crop", "pixel_means", "pixel_stds")
-                },
-            },
-        }
-    read = _reader(weight_map, read_parameter, None)
-    parameters = {canonical_name(n): tuple(p.shape) for n, p in policy.named_parameters() if not is_new(n)}
-    shapes = source_shapes(weight_map, parameters) | dict(weight_map.dead)
-    names = [rule.sources[0] for rule in weight_map.rules] + list(weight_map.dead)
-    tensors: list[TensorPlan] = [(source, torch.float32, tuple(shapes[source])) for source in names]
-    projector = [entry for entry in tensors if entry[0].startswith(PROPRIO)]
-    if projector:
-        _write_projector(
-            out, out / "proprio_projector.safetensors", {n.removeprefix(PROPRIO): read(n) for n, *_ in projector}
-        )
-    main = [entry for entry in tensors if entry not in projector]
-    write_safetensors(out / SINGLE_FILE, main, read, {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    policy.tokenizer.save(out)
+            "vocab_size": config.num_embeddings,
+            "rms_norm_eps": 1e-6,
+        },
+        "use_fused_vision_backbone": True,
+        "vision_backbone_id": "dinosiglip-vit-so-224px",
+        "timm_model_ids": ["dvla_dino", "dvla_siglip"],
+        "dvla": {
+            "normalized": False,
+            "dino_heads": config.dino_heads,
+            "siglip_heads": config.siglip_heads,
+            "options": {key: options[key] for key in switches},
+        },
+    }
 
 
 def _reader(weight_map: WeightMap, read_parameter: _Read, files: CheckpointFiles | None) -> _Read:

@@ -39,50 +39,29 @@ class Bounds:
     """bool (n,), elements that are normalised; the others pass unchanged."""
 
     def normalize(self, x: Tensor, *, clip: bool = False) -> Tensor:
-        """From the environment's units to the model's.
+        """From the environment's units to the model's; `clip` limits all elements to [-1, 1].
 
-        Args:
-            x: (..., n), on the device of the bounds.
-            clip: Limit all elements to [-1, 1].
-
-        Returns:
-            (..., n), float64 if `x` is, else float32.
+        `x` is (..., n), on the device of the bounds; so is the result, float64 if `x` is, else float32.
         """
         x, low, span = self._matched(x)
         scaled = torch.where(self.mask, 2 * ((x - low) / span) - 1, x)
         return scaled.clamp(-1, 1) if clip else scaled
 
     def unnormalize(self, x: Tensor) -> Tensor:
-        """From the model's units to the environment's; the inverse of `normalize` without clipping.
-
-        Args:
-            x: (..., n), on the device of the bounds.
-
-        Returns:
-            (..., n), float64 if `x` is, else float32.
-        """
+        """From the model's units to the environment's; the inverse of `normalize` without clipping."""
         x, low, span = self._matched(x)
         return torch.where(self.mask, 0.5 * (x + 1) * span + low, x)
 
     def to(self, device: torch.device | str) -> Bounds:
         """The same bounds on another device."""
-        low, high, span, mask = (x.to(device) for x in (self.low, self.high, self.span, self.mask))
-        return Bounds(self.name, low, high, span, mask)
+        return Bounds(self.name, *(x.to(device) for x in (self.low, self.high, self.span, self.mask)))
 
     def first(self, n: int) -> Bounds:
         """Those of the first `n` elements."""
-        return Bounds(self.name, self.low[:n], self.high[:n], self.span[:n], self.mask[:n])
+        return Bounds(self.name, *(x[:n] for x in (self.low, self.high, self.span, self.mask)))
 
     def require_length(self, n: int, what: str) -> None:
-        """Check that these are bounds for vectors of `n` elements.
-
-        Args:
-            n: Elements there are.
-            what: What has them, in the plural, such as ``the environment's actions``.
-
-        Raises:
-            ConfigError: The bounds have another length.
-        """
+        """Raise ConfigError unless these are for `n` elements, which `what` (e.g. ``the environment's actions``) have."""
         if len(self.low) != n:
             raise ConfigError(f"{self.name} have {len(self.low)} elements, {what} have {n}")
 
@@ -129,11 +108,9 @@ def read_openvla_statistics(folder: Path, unnorm_key: str | None) -> Statistics:
     else:
         fitting = [key for key in (unnorm_key, f"{unnorm_key}_no_noops") if key in known][:1]
     key = _only(fitting, known, folder, unnorm_key)
-    raw, state = known[key], None
-    if "proprio" in raw:
-        state = _bounds(f"state statistics {key!r}", {**raw["proprio"], "mask": None}, folder, _OPENVLA_EPS)
-    action = _bounds(f"action statistics {key!r}", raw.get("action", {}), folder, _OPENVLA_EPS)
-    return Statistics(action, state, key, raw)
+    raw = known[key]
+    state = {**raw["proprio"], "mask": None} if "proprio" in raw else None
+    return _statistics(key, raw, folder, raw.get("action", {}), state, _OPENVLA_EPS)
 
 
 def read_pi05_statistics(folder: Path, unnorm_key: str | None) -> Statistics:
@@ -166,12 +143,9 @@ def read_pi05_statistics(folder: Path, unnorm_key: str | None) -> Statistics:
     key = _only([unnorm_key] if unnorm_key in known else last_parts, known, folder, unnorm_key)
     if known[key].suffix == ".safetensors":
         return _read_lerobot(known[key], lerobot)
-    raw, state = _read_json(known[key]), None
+    raw = _read_json(known[key])
     raw = raw.get("norm_stats", raw)
-    if "state" in raw:
-        state = _bounds(f"state statistics {key!r}", raw["state"], known[key], _OPENPI_EPS)
-    action = _bounds(f"action statistics {key!r}", raw.get("actions", {}), known[key], _OPENPI_EPS)
-    return Statistics(action, state, key, raw)
+    return _statistics(key, raw, known[key], raw.get("actions", {}), raw.get("state"), _OPENPI_EPS)
 
 
 def _read_lerobot(path: Path, config: Mapping[str, Any]) -> Statistics:
@@ -179,19 +153,29 @@ def _read_lerobot(path: Path, config: Mapping[str, Any]) -> Statistics:
         raw = {name: tensor.tolist() for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.checkpoint: {path} cannot be read ({error})") from error
-    bounds = {}
+    entries = {}
     for kind, feature in (("action", "action"), ("state", "observation.state")):
         mode = config.get("norm_map", {}).get(kind.upper(), "QUANTILES")
         if mode != "QUANTILES":
             raise ConfigError(
                 f"model.checkpoint: {path} is for {kind}s normalised by {mode}: only QUANTILES can be used"
             )
-        entry = {name.removeprefix(f"{feature}."): x for name, x in raw.items() if name.startswith(f"{feature}.")}
-        if entry or kind == "action":
-            # LeRobot replaces a span of zero and leaves the others as they are.
-            name, eps = f"{kind} statistics {_LEROBOT_KEY!r}", config.get("eps", _LEROBOT_EPS)
-            bounds[kind] = _bounds(name, entry, path, eps, only_zero=True)
-    return Statistics(bounds["action"], bounds.get("state"), _LEROBOT_KEY, raw)
+        prefix = f"{feature}."
+        entries[kind] = {name.removeprefix(prefix): x for name, x in raw.items() if name.startswith(prefix)}
+    # LeRobot replaces a span of zero and leaves the others as they are.
+    eps = config.get("eps", _LEROBOT_EPS)
+    return _statistics(_LEROBOT_KEY, raw, path, entries["action"], entries["state"] or None, eps, only_zero=True)
+
+
+def _statistics(
+    key: str, raw: Mapping[str, Any], path: Path, action: Any, state: Any, eps: float, *, only_zero: bool = False
+) -> Statistics:
+    """Statistics from the quantiles of the entries `action` and `state`; the latter may be None."""
+
+    def bounds(kind: str, entry: Any) -> Bounds:
+        return _bounds(f"{kind} statistics {key!r}", entry, path, eps, only_zero=only_zero)
+
+    return Statistics(bounds("action", action), None if state is None else bounds("state", state), key, raw)
 
 
 def _bounds(name: str, entry: Mapping[str, Any], path: Path, eps: float, *, only_zero: bool = False) -> Bounds:

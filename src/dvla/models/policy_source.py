@@ -16,7 +16,7 @@ from torch import nn
 
 from dvla.config import ConfigError, ModelConfig
 from dvla.envs.protocol import EnvSpec
-from dvla.models.registry import build_policy, check_model, policy_class
+from dvla.models.registry import build_policy, check_model, known_model
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ def prepare_policy(model: ModelConfig, *, spec: EnvSpec, seed: int, without_weig
         from dvla.models.checkpoint import build_from_checkpoint, open_checkpoint
 
         checkpoint = open_checkpoint(model)
-        policy = build_from_checkpoint(policy_class(model.name), checkpoint, spec, model)
+        policy = build_from_checkpoint(known_model(model.name, "nano", {})[0], checkpoint, spec, model)
 
         def load(target: nn.Module) -> None:
             checkpoint.load(target, seed)
@@ -98,23 +98,23 @@ def check_policy(model: ModelConfig, cameras: tuple[str, ...], action_dim: int |
     Raises:
         ConfigError: As `prepare_policy`, as far as it does not depend on the environment.
     """
-    state_dim, expected = 8, 7
-    if model.checkpoint is None:
+    state_dim = 8
+    if model.checkpoint is None and ":" in model.name:
         check_model(model.name, model.preset, model.options)
-        if ":" in model.name:
-            return
-    else:
+        return
+    if model.checkpoint is not None:
         from dvla.models.checkpoint import open_checkpoint
 
         checkpoint = open_checkpoint(model)
         state_dim = checkpoint.state_dim or state_dim
-        expected = expected if checkpoint.statistics is None else len(checkpoint.statistics.action.low)
+        if checkpoint.statistics is not None:
+            action_dim = action_dim or len(checkpoint.statistics.action.low)
     spec = EnvSpec(
         name="the environment",
         cameras=cameras,
         image_size=(64, 64) if cameras else (0, 0),
         state_dim=state_dim,
-        action_dim=action_dim or expected,
+        action_dim=action_dim or 7,
         max_episode_steps=1,
         instructions=("move",),
         gripper_open=1.0,

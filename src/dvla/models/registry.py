@@ -6,8 +6,8 @@ Models are imported when they are asked for: a run of the perceptron must not pa
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +16,12 @@ from torch import nn
 
 from dvla.config import ConfigError
 from dvla.envs.protocol import EnvSpec
+
+_MODELS = {  # where the class is, and where its presets are
+    "mlp": ("dvla.models.mlp:MLPPolicy", "dvla.models.mlp:PRESETS"),
+    "openvla_oft": ("dvla.models.openvla_oft:OpenVLAOFT", "dvla.models.openvla_oft_config:PRESETS"),
+    "pi05": ("dvla.models.pi05:Pi05", "dvla.models.pi05_config:PRESETS"),
+}
 
 
 def build_policy(
@@ -44,81 +50,49 @@ def build_policy(
     Raises:
         ConfigError: A name, preset or option is unknown or does not fit the environment; names the config key.
     """
-    check_model(name, preset, options)
-    sizes = {"spec": spec, "num_action_chunks": num_action_chunks, "temperature": temperature}
+    build = check_model(name, preset, options)
     # devices=(): everything is drawn on the CPU, and looking at the accelerators would initialise them.
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        if ":" in name:
-            policy = _build_custom(name, {"preset": preset, **sizes}, options)
-        else:
-            build, config = known_model(name, preset, options)
-            try:
-                policy = build(config, **sizes)
-            except ValueError as error:  # the sizes do not fit the environment
-                raise ConfigError(str(error)) from error
+        policy = build(spec=spec, num_action_chunks=num_action_chunks, temperature=temperature)
     return policy.to(dtype=torch.float32)
 
 
-def check_model(name: str, preset: str, options: Mapping[str, Any]) -> None:
+def check_model(name: str, preset: str, options: Mapping[str, Any]) -> Callable[..., nn.Module]:
     """Check names and options without building anything, so that a typo costs no simulator's start.
+
+    Returns:
+        A function that builds the policy, given `spec`, `num_action_chunks` and `temperature`.
 
     Raises:
         ConfigError: As `build_policy`.
     """
     if ":" in name:
-        sizes = dict.fromkeys(("preset", "spec", "num_action_chunks", "temperature"))
-        _custom(name, sizes, options)
-    else:
-        known_model(name, preset, options)
+        return _custom(name, preset, options)
+    build, config = known_model(name, preset, options)
 
+    def build_known(**sizes: Any) -> nn.Module:
+        try:
+            return build(config, **sizes)
+        except ValueError as error:  # the sizes do not fit the environment
+            raise ConfigError(str(error)) from error
 
-def _openvla_oft() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
-    from dvla.models.openvla_oft import OpenVLAOFT
-    from dvla.models.openvla_oft_config import PRESETS
-
-    return OpenVLAOFT, PRESETS
-
-
-def _mlp() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
-    from dvla.models.mlp import PRESETS, MLPPolicy
-
-    return MLPPolicy, PRESETS
-
-
-def _pi05() -> tuple[Callable[..., nn.Module], Mapping[str, Any]]:
-    from dvla.models.pi05 import Pi05
-    from dvla.models.pi05_config import PRESETS
-
-    return Pi05, PRESETS
-
-
-_MODELS: dict[str, Callable[[], tuple[Callable[..., nn.Module], Mapping[str, Any]]]] = {
-    "mlp": _mlp,
-    "openvla_oft": _openvla_oft,
-    "pi05": _pi05,
-}
-
-
-def policy_class(name: str) -> Callable[..., nn.Module]:
-    """The class of one of the models that come with D-VLA."""
-    return _MODELS[name]()[0]
+    return build_known
 
 
 def known_model(name: str, preset: str, options: Mapping[str, Any]) -> tuple[Callable[..., nn.Module], Any]:
     """One of the models that come with D-VLA: its class and its sizes."""
     if name not in _MODELS:
         raise ConfigError(f"model.name: unknown model {name!r}; allowed: {', '.join(_MODELS)}, or package.module:Class")
-    build, presets = _MODELS[name]()
+    build, presets = map(pkgutil.resolve_name, _MODELS[name])
     if preset not in presets:
         raise ConfigError(f"model.preset: {name} has no preset {preset!r}; allowed: {', '.join(presets)}")
     config = presets[preset]
     check_options(name, config, options)
     try:
-        config = dataclasses.replace(config, **options)
+        return build, dataclasses.replace(config, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.options: {error}") from error
-    return build, config
 
 
 def check_options(name: str, config: Any, options: Mapping[str, Any]) -> None:
@@ -147,24 +121,24 @@ def _is_like(value: Any, default: Any) -> bool:
     return isinstance(value, type(default))
 
 
-def _custom(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Callable[..., nn.Module]:
-    """The class of a user's own policy, which must take `arguments` and `options`."""
-    module, _, attribute = name.partition(":")
+def _custom(name: str, preset: str, options: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    """A function that builds a policy of the user's own."""
     try:
-        build = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        build = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"model.name: cannot import {name!r}: {error}") from error
     try:
-        inspect.signature(build).bind(**arguments, **options)
+        inspect.signature(build).bind(preset=preset, spec=None, num_action_chunks=None, temperature=None, **options)
     except TypeError as error:
-        raise ConfigError(f"model.name: {name} must take {', '.join(arguments)} and model.options ({error})") from error
-    return build
+        raise ConfigError(
+            f"model.name: {name} must take preset, spec, num_action_chunks, temperature and model.options ({error})"
+        ) from error
 
+    def build_custom(**sizes: Any) -> nn.Module:
+        policy = build(preset=preset, **sizes, **options)
+        is_whole = all(hasattr(policy, part) for part in ("record_spec", "act", "fsdp_units"))
+        if not isinstance(policy, nn.Module) or not is_whole:
+            raise ConfigError(f"model.name: {name} is no Policy (an nn.Module with record_spec, act and fsdp_units)")
+        return policy.to("cpu")
 
-def _build_custom(name: str, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
-    """Build a policy of the user's own."""
-    policy: Any = _custom(name, arguments, options)(**arguments, **options)
-    missing = [part for part in ("record_spec", "act", "fsdp_units") if not hasattr(policy, part)]
-    if not isinstance(policy, nn.Module) or missing:
-        raise ConfigError(f"model.name: {name} is no Policy (an nn.Module with record_spec, act and fsdp_units)")
-    return policy.to("cpu")
+    return build_custom

@@ -35,13 +35,10 @@ def resize(images: Tensor, size: tuple[int, int], filter: Filter) -> Tensor:
     _require_pictures(images)
     if min(size) < 1:
         raise ValueError(f"pictures of {images.shape[1]} × {images.shape[2]} cannot become {size[0]} × {size[1]}")
-    height, width = size
-    if images.shape[2] != width:
-        weights = _coefficients(images.shape[2], width, filter, images.device)
-        images = _to_bytes(torch.einsum("ow,nhwc->nhoc", weights, images.double()))
-    if images.shape[1] != height:
-        weights = _coefficients(images.shape[1], height, filter, images.device)
-        images = _to_bytes(torch.einsum("oh,nhwc->nowc", weights, images.double()))
+    for dim, new, product in ((2, size[1], "ow,nhwc->nhoc"), (1, size[0], "oh,nhwc->nowc")):
+        if images.shape[dim] != new:
+            weights = _coefficients(images.shape[dim], new, filter, images.device)
+            images = _to_bytes(torch.einsum(product, weights, images.double()))
     return images
 
 

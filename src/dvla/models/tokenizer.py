@@ -109,36 +109,17 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             f"a vocabulary of {vocab_size} is too small: {len(specials)} special and byte pieces and "
             f"{len(alphabet)} characters of the instructions need a place"
         )
-    words = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="first", split=True),
-            pre_tokenizers.Digits(individual_digits=True),
-        ]
+    learner = Tokenizer(models.BPE(unk_token=UNK, byte_fallback=True))
+    words = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="first")
+    learner.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.Digits(individual_digits=True)])
+    spaces = decoders.Metaspace(replacement=SPACE, prepend_scheme="first")
+    learner.decoder = decoders.Sequence([decoders.ByteFallback(), spaces, decoders.Fuse()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=sorted(alphabet), show_progress=False
     )
-    learner = Tokenizer(models.BPE(unk_token=UNK))
-    learner.pre_tokenizer = words
-    learner.train_from_iterator(
-        corpus,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=specials,
-            initial_alphabet=sorted(alphabet),
-            show_progress=False,
-        ),
-    )
-    # Reserving the byte pieces made them special tokens, which would be cut out of any text that spells one. Rebuilding
-    # from the learnt vocabulary keeps their ids and makes them ordinary pieces.
-    learnt = json.loads(learner.to_str())["model"]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=learnt["vocab"],
-            merges=[tuple(merge) for merge in learnt["merges"]],
-            unk_token=UNK,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.pre_tokenizer = words
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Metaspace(replacement=SPACE, prepend_scheme="first"), decoders.Fuse()]
-    )
+    learner.train_from_iterator(corpus, trainer)
+    # Reserving the byte pieces made them special tokens, which would be cut out of any text that spells one. Here they
+    # become ordinary pieces that keep their ids.
+    learnt = json.loads(learner.to_str()) | {"added_tokens": []}
+    tokenizer = Tokenizer.from_str(json.dumps(learnt))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNK, bos_token=BOS, eos_token=EOS)

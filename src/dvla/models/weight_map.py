@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dvla.models.checkpoint_files import CheckpointFiles
+from dvla.models.checkpoint_files import CheckpointFiles, listed
 from dvla.planes.weights import shard_rows
 
 Shape = tuple[int, ...]
-_LISTED = 10
 
 
 def identity(parameter: Tensor) -> Tensor:
@@ -74,21 +73,13 @@ class WeightMap:
                 found.setdefault(name, []).append(rule)
         return found
 
-    @property
-    def all_zeros(self) -> Iterator[Part]:
-        """All regions that are zero after an import."""
-        yield from self.zeros
-        for rule in self.rules:
-            yield from rule.addends
 
-
-def layer(source: str, *targets: str) -> tuple[Rule, Rule]:
+def layer(source: str, *targets: str) -> list[Rule]:
     """Rules for weight and bias of a layer of the checkpoint, the stack of our layers `targets`."""
-    weight, bias = (
+    return [
         Rule((f"{source}.{kind}",), tuple(Part(f"{target}.{kind}") for target in targets))
         for kind in ("weight", "bias")
-    )
-    return weight, bias
+    ]
 
 
 def source_shapes(weight_map: WeightMap, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -123,7 +114,7 @@ def check(weight_map: WeightMap, shapes: Mapping[str, Shape], files: CheckpointF
         if expected.get(name, info.shape) != info.shape
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
-    if found := [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]:
+    if found := [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]:
         raise files.error("its tensors do not fit the model; " + "; ".join(found))
 
 
@@ -141,22 +132,19 @@ def load_parameters(parameters: Mapping[str, Tensor], weight_map: WeightMap, fil
         for other in there[1:]:
             if not torch.equal(files.read(there[0]), files.read(other)):
                 raise files.error(f"{there[0]} and {other} should be the same tensor, but differ")
-    zeros: dict[str, list[Part]] = {}
-    for part in weight_map.all_zeros:
-        zeros.setdefault(part.parameter, []).append(part)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
-        fill_parameter(parameter, _assemble(name, shapes, weight_map, zeros.get(name, ()), files))
+        fill_parameter(parameter, _assemble(name, shapes, weight_map, files))
 
 
+@torch.no_grad()
 def fill_parameter(parameter: Tensor, full: Tensor) -> None:
     """Copy a full plain tensor into a parameter, plain or sharded along the first axis."""
-    with torch.no_grad():
-        if isinstance(parameter, DTensor):
-            start, stop = shard_rows(parameter)
-            parameter, full = parameter.to_local(), full[start:stop]
-        if parameter.numel():
-            parameter.copy_(full)
+    if isinstance(parameter, DTensor):
+        start, stop = shard_rows(parameter)
+        parameter, full = parameter.to_local(), full[start:stop]
+    if parameter.numel():
+        parameter.copy_(full)
 
 
 @torch.no_grad()
@@ -179,25 +167,19 @@ def export_tensor(weight_map: WeightMap, source: str, read_parameter: Callable[[
     return whole
 
 
-def _assemble(
-    name: str, shapes: Mapping[str, Shape], weight_map: WeightMap, zeros: Sequence[Part], files: CheckpointFiles
-) -> Tensor:
+def _assemble(name: str, shapes: Mapping[str, Shape], weight_map: WeightMap, files: CheckpointFiles) -> Tensor:
     """The full parameter `name`, in the dtype of the checkpoint."""
     rules = weight_map.rules_of.get(name, [])
     sources = [next(source for source in rule.sources if source in files.tensors) for rule in rules]
-    if not zeros and [rule.parts for rule in rules] == [(Part(name),)]:
+    if [rule.parts for rule in rules] == [(Part(name),)]:
         return files.read(sources[0])
     dtype = reduce(torch.promote_types, [files.tensors[source].dtype for source in sources] or [torch.float32])
-    full = torch.empty(shapes[name], dtype=dtype, device="cpu")
-    for part in zeros:
-        part.view(full).zero_()
+    full = torch.zeros(shapes[name], dtype=dtype, device="cpu")  # what no rule fills stays zero
     for rule, source in zip(rules, sources, strict=True):
-        tensor, start = files.read(source), 0
-        for part in rule.parts:
-            stop = start + _shape_of(part, shapes)[0]
+        lengths = [_shape_of(part, shapes)[0] for part in rule.parts]
+        for part, piece in zip(rule.parts, files.read(source).split(lengths), strict=True):
             if part.parameter == name:
-                part.view(full).copy_(tensor[start:stop])
-            start = stop
+                part.view(full).copy_(piece)
     return full
 
 
@@ -208,10 +190,10 @@ def _shape_of(part: Part, shapes: Mapping[str, Shape]) -> torch.Size:
 def _require_cover(weight_map: WeightMap, shapes: Mapping[str, Shape]) -> None:
     """Raise ValueError unless every element of our parameters has one place in the map."""
     parts: dict[str, list[Part]] = {}
-    for part in [part for rule in weight_map.rules for part in rule.parts] + list(weight_map.all_zeros):
+    for part in (*weight_map.zeros, *(part for rule in weight_map.rules for part in (*rule.parts, *rule.addends))):
         parts.setdefault(part.parameter, []).append(part)
     if wrong := set(parts) ^ set(shapes):
-        raise ValueError(f"parameters are only in the map or only in the model: {_listed(sorted(wrong))}")
+        raise ValueError(f"parameters are only in the map or only in the model: {listed(sorted(wrong))}")
     for name, shape in shapes.items():
         if len(parts[name]) == 1:
             covered = _shape_of(parts[name][0], shapes).numel() == torch.Size(shape).numel()
@@ -222,8 +204,3 @@ def _require_cover(weight_map: WeightMap, shapes: Mapping[str, Shape]) -> None:
             covered = bool((count == 1).all())
         if not covered:
             raise ValueError(f"the map does not cover {name} {shape} exactly once")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

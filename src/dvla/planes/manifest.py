@@ -42,6 +42,12 @@ class Manifest:
         """The parameter `entry` inside a byte buffer (num_bytes,) uint8, sharing its memory."""
         return buffer[entry.offset : entry.offset + entry.num_bytes].view(self.dtype).view(entry.shape)
 
+    def extent(self, entry: ManifestEntry, start: int, stop: int) -> tuple[int, int]:
+        """First and last-but-one byte of rows [start, stop) of `entry`; the last row takes the padding behind it along."""
+        row = entry.num_bytes // entry.shape[0]
+        end = entry.offset + (row * stop if stop < entry.shape[0] else _align(entry.num_bytes))
+        return entry.offset + row * start, end
+
 
 def make_manifest(policy: nn.Module, dtype: torch.dtype) -> Manifest:
     """The manifest of a plain policy whose weights travel as `dtype`; frozen parameters have no place in it."""
@@ -50,5 +56,9 @@ def make_manifest(policy: nn.Module, dtype: torch.dtype) -> Manifest:
         if parameter.requires_grad:
             num_bytes = math.prod(parameter.shape) * dtype.itemsize
             entries.append(ManifestEntry(name, tuple(parameter.shape), offset, num_bytes))
-            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            offset += _align(num_bytes)
     return Manifest(tuple(entries), dtype, offset)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

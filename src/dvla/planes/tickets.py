@@ -153,7 +153,9 @@ class TicketBook:
         Starting the count at what was taken keeps the admission rule from admitting a burst.
         """
         with self._lock:
-            self._next_group, self._success = next_group, list(success)
+            self._next_group = next_group
+            if len(success) == len(self._success):  # else the environment has other tasks now
+                self._success = list(success)
             self._started = self._taken = batches_done * self._groups_per_batch
             self._dropped = 0
             self._begun_at.clear()

@@ -1,14 +1,17 @@
-"""Ranks and process groups: the only place that reads torchrun's variables or makes a group."""
+"""Ranks, nodes and process groups: the only place that reads torchrun's variables or makes a group."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+import socket
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dvla.config import ConfigError
@@ -16,6 +19,10 @@ from dvla.runtime.device import backend, choose_device
 
 if TYPE_CHECKING:
     from dvla.config import Device
+
+
+class JoinError(RuntimeError):
+    """Not all ranks that torchrun promised have come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +37,143 @@ class World:
     learner_mesh: DeviceMesh
     """Axes ``replicate`` and ``shard``, the first only with HSDP. Learner collectives; grpo lane."""
     control_pg: dist.ProcessGroup
-    """gloo: agreements, metrics, checkpoints; the main thread during set-up, then the grpo lane."""
-    weights_pg: dist.ProcessGroup
-    """gloo: the weight plane; param_dist lane."""
+    """gloo, all ranks: agreements, metrics, checkpoints; the main thread during set-up, then the grpo lane."""
+    node_pg: dist.ProcessGroup
+    """gloo, the ranks of this node: the weight plane within it; the main thread during set-up, then param_dist."""
+    leaders_pg: dist.ProcessGroup | None = None
+    """gloo, local rank 0 of every node: the weight plane between nodes; param_dist lane. None on other ranks, and on
+    one node."""
+    node: int = 0
 
     @property
     def is_main(self) -> bool:
         """Whether this rank writes what a run has once."""
         return self.rank == 0
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, each with `local_world_size` ranks."""
+        return self.world_size // self.local_world_size
 
-def join_world(wanted: Device, timeout_s: float, replicate_size: int = 1) -> World:
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a rank tells the others before there are groups."""
+
+    node: int
+    local_world_size: int
+    host: str
+    fault: str | None
+    """Why this rank cannot take part."""
+
+
+def join_world(
+    wanted: Device, timeout_s: float, replicate_size: int | None = None, join_timeout_s: float = 600.0
+) -> World:
     """Join the ranks torchrun started; alone, without torchrun, this is a world of one.
 
+    Args:
+        wanted: Device to compute on.
+        timeout_s: Seconds a collective of any group may take.
+        replicate_size: Copies of the sharded learner (HSDP). None makes one per node: parameters are gathered within a
+            node, and only reduced gradients cross the network. 1 shards over all ranks, which needs the least memory.
+        join_timeout_s: Seconds to wait for the other ranks.
+
     Raises:
-        ConfigError: The ranks cannot be used as asked.
+        ConfigError: The ranks cannot be used as asked; raised on every rank.
+        JoinError: Some ranks did not come.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if local_world_size != world_size:
-        raise ConfigError(
-            f"placement.name=colocated runs on one node, but torchrun started {world_size} ranks of which "
-            f"{local_world_size} are here: use --nnodes 1"
-        )
-    device = choose_device(wanted, local_rank, local_world_size)
-    timeout = timedelta(seconds=timeout_s)
-    if world_size == 1 and "RANK" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend(device), store=store, rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend(device), timeout=timeout, device_id=device if device.type == "cuda" else None)
+    node = int(os.environ.get("GROUP_RANK", rank // local_world_size))
+    device, fault = torch.device("cpu"), None
+    try:
+        device = choose_device(wanted, local_rank, local_world_size)
+    except ConfigError as error:  # perhaps of this node alone: the others must hear of it
+        fault = str(error)
+    store = _open_store(rank, join_timeout_s)
+    place = _Place(node, local_world_size, socket.gethostname(), fault)
+    places = _meet(store, place, rank, world_size, join_timeout_s)
+    _check(places)
+    num_nodes = world_size // local_world_size
+    replicate_size = num_nodes if replicate_size is None else replicate_size
     if world_size % replicate_size:
         raise ConfigError(f"runtime.replicate_size={replicate_size} does not divide the {world_size} ranks")
+
+    # Every rank makes every group here, in this order: group creation is collective.
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend(device),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     if replicate_size == 1:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     else:
         sizes = (replicate_size, world_size // replicate_size)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
-    # Every rank makes every group here, in this order: group creation is collective.
     control_pg = dist.new_group(backend="gloo", timeout=timeout)
-    weights_pg = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, world_size, local_rank, local_world_size, device, mesh, control_pg, weights_pg)
+    nodes = [[r for r, other in enumerate(places) if other.node == n] for n in range(num_nodes)]
+    node_pgs = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in nodes]
+    leaders_pg = None
+    if num_nodes > 1:
+        leaders = [ranks[0] for ranks in nodes]
+        group = dist.new_group(leaders, backend="gloo", timeout=timeout)
+        leaders_pg = group if rank in leaders else None
+    return World(
+        rank, world_size, local_rank, local_world_size, device, mesh, control_pg, node_pgs[node], leaders_pg, node
+    )
+
+
+def _open_store(rank: int, timeout_s: float) -> Store:
+    """The key-value store that groups are made with: torchrun's own, or one on rank 0."""
+    if "RANK" not in os.environ:
+        return HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return TCPStore(
+            host,
+            port,
+            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # `_meet` waits, and knows whom for
+        )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise JoinError(f"rank {rank} cannot reach the store of rank 0 at {host}:{port}: {reason}") from error
+
+
+def _meet(store: Store, place: _Place, rank: int, world_size: int, timeout_s: float) -> list[_Place]:
+    """Tell all ranks this one's place and hear theirs, in order of rank."""
+    keys = [f"dvla/place/{other}" for other in range(world_size)]
+    store.set(keys[rank], json.dumps(asdict(place)))
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise JoinError(
+            f"rank {rank} (node {place.node}, {place.host}) waited {timeout_s:.0f} s for ranks {missing} of "
+            f"{world_size}, which did not join: look at the logs of their nodes"
+        ) from error
+    return [_Place(**json.loads(store.get(key))) for key in keys]
+
+
+def _check(places: list[_Place]) -> None:
+    """Refuse what cannot work; all ranks look at the same `places` and so come to the same conclusion."""
+    faults = [(rank, place) for rank, place in enumerate(places) if place.fault is not None]
+    if faults:
+        rank, place = faults[0]
+        raise ConfigError(f"{f'rank {rank} on {place.host}: ' * (len(faults) < len(places))}{place.fault}")
+    if len({place.local_world_size for place in places}) > 1:
+        sizes = {place.node: f"node {place.node} ({place.host}) has {place.local_world_size}" for place in places}
+        raise ConfigError(
+            f"nodes differ in their number of ranks: {', '.join(sizes[node] for node in sorted(sizes))}: start every "
+            "node with the same --nproc-per-node"
+        )
 
 
 def require_same(world: World, what: str, value: str) -> None:

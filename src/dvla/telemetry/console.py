@@ -6,19 +6,70 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from dvla.telemetry.figures import duration, fixed, short
+from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.live_view import LiveView, can_redraw
 from dvla.telemetry.pace import Pace
-from dvla.telemetry.plain_view import PlainView
 
 logger = logging.getLogger(__name__)
 
 
-class Console:
+def _busy(values: Mapping[str, Any]) -> str:
+    shares = [values.get(f"lane/{lane}/busy_frac") for lane in LANES]
+    return " ".join("  -" if share is None else f"{100 * share:3.0f}" for share in shares)
+
+
+_COLUMNS: tuple[tuple[str, int, Callable[[Mapping[str, Any]], str]], ...] = (  # title, width, text
+    ("success", 7, lambda values: fixed(values.get("rollout/success_rate"), 3)),
+    ("return", 8, lambda values: short(values.get("rollout/return"))),
+    ("steps/s", 7, lambda values: short(values.get("perf/env_steps_per_s"))),
+    ("loss", 8, lambda values: short(values.get("train/loss"))),
+    ("kl", 7, lambda values: short(values.get("train/kl"))),
+    ("clip", 5, lambda values: fixed(values.get("train/clip_frac"), 3)),
+    ("lp_gap", 7, lambda values: short(values.get("train/logprob_gap"))),
+    ("stale", 5, lambda values: fixed(values.get("staleness/mean"), 2)),
+    ("drop", 4, lambda values: short(values.get("rollout/groups_dropped"))),
+    ("busy% s/i/g/p", 15, _busy),
+    ("step_s", 6, lambda values: fixed(values.get("time/step_s"), 1)),
+)
+
+
+class PlainView:
+    """What a run looks like without a terminal: one line per optimiser step, always the same columns."""
+
+    def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
+        self._file, self._clock, self._begin = file, clock, clock()
+
+    def phase(self, text: str) -> None:
+        """Say what begins now."""
+        self.message(f"[{self._clock() - self._begin:5.1f} s] {text}")
+
+    def training(self, pace: Pace) -> None:
+        """Say that optimiser steps begin: the header."""
+        titles = "  ".join(f"{title:>{width}}" for title, width, _ in _COLUMNS)
+        self.message(f"{'step':>{2 * len(str(pace.total_steps)) + 1}}  {titles}  {'eta':>7}")
+
+    def step(self, pace: Pace, values: Mapping[str, Any]) -> None:
+        """Write the line of a step."""
+        step = str(pace.policy_version).rjust(len(str(pace.total_steps)))
+        cells = "  ".join(f"{text(values):>{width}}" for _, width, text in _COLUMNS)
+        self.message(f"{step}/{pace.total_steps}  {cells}  {duration(pace.seconds_left(self._clock())):>7}")
+
+    def message(self, text: str) -> None:
+        """Write any text."""
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        self._file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Console(AbstractContextManager["Console"]):
     """Shows a run; harmless to call from any lane.
 
     The view must never be the reason that a run fails: when its stream goes away (a closed pipe, a lost
@@ -91,9 +142,6 @@ class Console:
             self._view = None
             logger.warning("no more output on the console: %s", error)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -106,16 +154,11 @@ def summary_text(values: Mapping[str, Any], folder: Path) -> str:
     ]
     if values["error"] and values["error"].startswith("rank "):  # what this rank itself met is said elsewhere
         lines.append(f"error: {values['error']}")
-    ends = {
-        label: (values.get(first), values.get(last))
-        for label, first, last in (
-            ("success", "success_first", "success_last"),
-            ("return", "return_first", "return_last"),
-            ("evaluation", "eval_success_before", "eval_success_after"),
-        )
-    }
-    changes = [
-        f"{label} {fixed(pair[0], 3)} -> {fixed(pair[1], 3)}" for label, pair in ends.items() if None not in pair
-    ]
+    ends = (
+        ("success", values.get("success_first"), values.get("success_last")),
+        ("return", values.get("return_first"), values.get("return_last")),
+        ("evaluation", values.get("eval_success_before"), values.get("eval_success_after")),
+    )
+    changes = [f"{label} {fixed(a, 3)} -> {fixed(b, 3)}" for label, a, b in ends if None not in (a, b)]
     lines += [", ".join(changes)] if changes else []
     return "\n".join([*lines, f"results: {folder}"])

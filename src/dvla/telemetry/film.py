@@ -28,4 +28,4 @@ def save_film(path: Path, frames: np.ndarray) -> None:
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.ascontiguousarray(film_strip(frames))).save(path)
+    Image.fromarray(film_strip(frames)).save(path)

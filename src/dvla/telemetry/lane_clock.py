@@ -13,35 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple
 
-_Activity = Literal["idle", "busy", "waiting"]
-
-
-class _State(NamedTuple):
-    """What counts so far, and what has been going on since when."""
-
-    busy_s: float
-    wait_s: float
-    items: int
-    activity: _Activity
-    since: float
-
-    def at(self, now: float, activity: _Activity | None = None) -> _State:
-        """Count what has been going on up to `now`, when `activity` follows (None: the same goes on)."""
-        busy_s, wait_s, items, before, since = self
-        if before == "busy":
-            busy_s += now - since
-        elif before == "waiting":
-            wait_s += now - since
-        return _State(busy_s, wait_s, items, activity or before, now)
+_Activity = Literal["stopped", "idle", "busy", "waiting"]
 
 
 class LaneUse(NamedTuple):
     """What a lane did in some stretch of time."""
 
-    wall_s: float
-    busy_s: float
-    wait_s: float
-    items: int
+    wall_s: float = 0.0
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+    items: int = 0
 
     @property
     def busy_frac(self) -> float:
@@ -57,8 +38,8 @@ class LaneUse(NamedTuple):
 class LaneClock:
     """Accounts for the time of one lane.
 
-    `start`, `busy`, `waiting`, `add_wait`, `count` and `stop` are for whoever runs the lane, one thread at a
-    time; `total` and `delta` may be called from another thread, `delta` from one only.
+    `start`, `busy`, `waiting`, `count` and `stop` are for whoever runs the lane, one thread at a time; `total` and
+    `delta` may be called from another thread, `delta` from one only.
 
     Args:
         clock: Monotonic clock, in seconds.
@@ -75,15 +56,13 @@ class LaneClock:
             busy: A lane with a thread of its own is busy whenever it does not wait. Lanes that take turns on
                 one thread pass False, and say when it is their turn with `busy`.
         """
-        self._begun = self._clock()
-        self._ended: float | None = None
-        self._state = _State(0.0, 0.0, 0, "busy" if busy else "idle", self._begun)
-        self._last = LaneUse(0.0, 0.0, 0.0, 0)  # as `delta` read it
+        self._last = LaneUse()  # as `delta` read it
+        # What counts so far, and what has been going on since when.
+        self._state: tuple[LaneUse, _Activity, float] = LaneUse(), "busy" if busy else "idle", self._clock()
 
     def stop(self) -> None:
         """End the count: what is read later says how it was now."""
-        self._switch("idle")
-        self._ended = self._state.since
+        self._switch("stopped")
 
     def busy(self) -> AbstractContextManager[None]:
         """Count a ``with`` block as work, except for the waits inside it."""
@@ -95,7 +74,7 @@ class LaneClock:
 
     @contextmanager
     def _during(self, activity: _Activity) -> Iterator[None]:
-        before = self._state.activity
+        before = self._state[1]
         self._switch(activity)
         try:
             yield
@@ -103,26 +82,29 @@ class LaneClock:
             self._switch(before)
 
     def _switch(self, activity: _Activity) -> None:
-        self._state = self._state.at(self._clock(), activity)
+        use, now = self._read()
+        self._state = use, activity, now
 
-    def add_wait(self, seconds: float) -> None:
-        """Count a wait measured elsewhere that has just ended; the work around it is that much less."""
-        state = self._state
-        self._state = state._replace(wait_s=state.wait_s + seconds, since=state.since + seconds)
+    def _read(self) -> tuple[LaneUse, float]:
+        """What counts up to now, and now."""
+        use, activity, since = self._state  # before the time: the lane may move on in between
+        now = self._clock()
+        if activity != "stopped":
+            busy_s = use.busy_s + (now - since if activity == "busy" else 0)
+            wait_s = use.wait_s + (now - since if activity == "waiting" else 0)
+            use = LaneUse(use.wall_s + now - since, busy_s, wait_s, use.items)
+        return use, now
 
     def count(self, items: int = 1) -> None:
         """Count pieces of work done."""
-        busy_s, wait_s, before, activity, since = self._state
-        self._state = _State(busy_s, wait_s, before + items, activity, since)
+        use, activity, since = self._state
+        self._state = use._replace(items=use.items + items), activity, since
 
     def total(self) -> LaneUse:
         """Read everything since `start`."""
-        state = self._state  # before the time: the lane may move on in between
-        state = state.at(self._clock() if self._ended is None else self._ended)
-        return LaneUse(state.since - self._begun, state.busy_s, state.wait_s, state.items)
+        return self._read()[0]
 
     def delta(self) -> LaneUse:
         """Read what is new since the last call, or since `start`."""
-        last, now = self._last, self.total()
-        self._last = now
-        return LaneUse(*map(operator.sub, now, last))
+        last, self._last = self._last, self.total()
+        return LaneUse(*map(operator.sub, self._last, last))

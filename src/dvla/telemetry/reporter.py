@@ -148,6 +148,10 @@ class Reporter:
             self._metrics.write_evaluation(version, values)
         self._console.message(f"evaluation at step {version}: success rate {values['eval/success_rate']:.3f}")
 
+    def is_evaluated(self, version: int) -> bool:
+        """Whether there is an evaluation that began with the weights of `version`."""
+        return version in self._evaluations
+
     def _wall_s(self) -> float:
         return self._earlier_wall_s + self._time.total().wall_s
 

@@ -15,9 +15,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from dvla.telemetry.atomic_file import write_atomically
 from dvla.telemetry.lane_names import LANES, lane_of_thread
@@ -28,44 +29,11 @@ class _Track:
     """The spans of one lane in one thread; appended to by that thread, read by whoever writes the file."""
 
     lane: str
-    max_events: int
     events: list[tuple[str, int, int, dict[str, Any]]] = field(default_factory=list)  # name, start, end, args
     num_lost: int = 0
 
 
-@dataclass(slots=True)
-class _Span:
-    """A span being timed; without a track, nothing is."""
-
-    track: _Track | None
-    clock_ns: Callable[[], int]
-    name: str
-    args: dict[str, Any]
-    start_ns: int = 0
-
-    def note(self, **args: Any) -> None:
-        """Add what is known only now."""
-        if self.track:
-            self.args.update(args)
-
-    def __enter__(self) -> Self:
-        if self.track:
-            self.start_ns = self.clock_ns()
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if not self.track:
-            return
-        end_ns = self.clock_ns()
-        if error is not None:
-            self.args["error"] = error.__name__
-        if len(self.track.events) < self.track.max_events:
-            self.track.events.append((self.name, self.start_ns, end_ns, self.args))
-        else:
-            self.track.num_lost += 1
-
-
-_NO_SPAN = _Span(None, time.perf_counter_ns, "", {})
+_NO_SPAN = nullcontext()
 
 
 class Tracer:
@@ -99,7 +67,7 @@ class Tracer:
         view._lane = lane
         return view
 
-    def span(self, name: str, /, **args: Any) -> _Span:
+    def span(self, name: str, /, **args: Any) -> AbstractContextManager[None]:
         """Time a ``with`` block.
 
         Args:
@@ -111,37 +79,48 @@ class Tracer:
         thread = threading.current_thread()
         track = self._tracks.get((thread, self._lane))
         if track is None:
-            track = _Track(self._lane or lane_of_thread(thread.name), self._max_events)
-            self._tracks[thread, self._lane] = track
-        return _Span(track, self._clock_ns, name, args)
+            track = self._tracks[thread, self._lane] = _Track(self._lane or lane_of_thread(thread.name))
+        return self._timed(track, name, args)
+
+    @contextmanager
+    def _timed(self, track: _Track, name: str, args: dict[str, Any]) -> Iterator[None]:
+        start_ns = self._clock_ns()
+        try:
+            yield
+        except BaseException as error:
+            args["error"] = type(error).__name__
+            raise
+        finally:
+            if len(track.events) < self._max_events:
+                track.events.append((name, start_ns, self._clock_ns(), args))
+            else:
+                track.num_lost += 1
 
     def write(self, path: Path) -> None:
         """Write all spans so far; may be called again and again, while lanes record."""
         write_atomically(path, self._pieces())
 
     def _pieces(self) -> Iterator[str]:
-        tracks = list(self._tracks.values())  # what lanes add from here on is for the next time
-        spans = [list(track.events) for track in tracks]
+        tracks = list(self._tracks.values())
         lost = {track.lane: track.num_lost for track in tracks if track.num_lost}
-        about = {f"rank {self._rank}": {"max_events_per_lane": self._max_events, "lost_events": lost}}
+        process = f"rank {self._rank}"
+        about = {process: {"max_events_per_lane": self._max_events, "lost_events": lost}}
         yield f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n'
-        metadata: list[tuple[int, str, dict[str, Any]]] = [
-            (0, "process_name", {"name": f"rank {self._rank}"}),
-            (0, "process_sort_index", {"sort_index": self._rank}),
-        ]
+        names: list[tuple[int, str, dict[str, Any]]] = [(0, "process_name", {"name": process})]
+        names.append((0, "process_sort_index", {"sort_index": self._rank}))
         if lost:
-            metadata.append((0, "process_labels", {"labels": f"not all spans kept, missing: {lost}"}))
+            names.append((0, "process_labels", {"labels": f"not all spans kept, missing: {lost}"}))
         for number, track in enumerate(tracks):
             order = LANES.index(track.lane) if track.lane in LANES else len(LANES) + number
-            metadata.append((number, "thread_name", {"name": track.lane}))
-            metadata.append((number, "thread_sort_index", {"sort_index": order}))
+            names.append((number, "thread_name", {"name": track.lane}))
+            names.append((number, "thread_sort_index", {"sort_index": order}))
         yield ",\n".join(
             json.dumps({"ph": "M", "pid": self._rank, "tid": number, "name": name, "args": args})
-            for number, name, args in metadata
+            for number, name, args in names
         )
-        for number, events in enumerate(spans):
+        for number, track in enumerate(tracks):
             head = f',\n{{"ph":"X","pid":{self._rank},"tid":{number},"ts":'
-            for name, start_ns, end_ns, args in events:
+            for name, start_ns, end_ns, args in list(track.events):  # the lane may be adding
                 # Written by hand: a float of microseconds since 1970 would be rounded to a quarter of one.
                 timing = f'{_microseconds(start_ns + self._to_epoch_ns)},"dur":{_microseconds(end_ns - start_ns)}'
                 yield f'{head}{timing},"name":{json.dumps(name)},"args":{json.dumps(args, default=str)}}}'

@@ -1,0 +1,135 @@
+"""Whole versions on every node: what the ranks of each node have written, exchanged by the nodes' leaders.
+
+Every byte of a version has one owner (`dvla.planes.weights.is_owner`), and the leader of the owner's node sends it once to
+the leader of each other node: (nodes - 1) x model bytes in all, whether the learner is sharded across nodes or replicated on
+them. Replicas are sent, too, rather than trusted to be equal, so that all nodes decide with the same bits. Bytes go from
+host buffer to host buffer, without packing and without a second copy.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dvla.planes.weights import WeightPlaneError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from dvla.planes.manifest import Manifest
+    from dvla.planes.weights import Publication
+    from dvla.runtime.world import World
+
+Extent = tuple[int, int]
+"""First and last-but-one byte."""
+
+
+class WeightExchange:
+    """The collective steps of a version; uses the world's node_pg and leaders_pg from the param_dist lane.
+
+    Each wait is bounded by the timeout of its group.
+
+    Args:
+        world: This rank; its control group is used in the constructor only.
+        manifest: Layout of a version.
+        owned: The parts of a buffer that this rank writes.
+        buffers: The node's host buffers.
+
+    Raises:
+        WeightPlaneError: Some byte has no owner, or two.
+    """
+
+    def __init__(self, world: World, manifest: Manifest, owned: list[Extent], buffers: Sequence[Tensor]) -> None:
+        self._world, self._manifest, self._buffers = world, manifest, buffers
+        said: list[tuple[int, list[Extent]]] = [(0, [])] * world.world_size
+        dist.all_gather_object(said, (world.node, owned), group=world.control_pg)
+        _require_tiling([extent for _, extents in said for extent in extents], manifest.num_bytes)
+        self._extents = [
+            _merged([extent for at, extents in said if at == node for extent in extents])
+            for node in range(world.num_nodes)
+        ]
+
+    def gather(self, publication: Publication) -> None:
+        """Make the published version whole: returns when all of it lies in this node's host buffer.
+
+        Raises:
+            WeightPlaneError: Ranks mean different versions, or one did not come.
+        """
+        world = self._world
+        self._agree(world.node_pg, publication, f"the other ranks of node {world.node} to write their shards")
+        if world.num_nodes == 1:
+            return
+        if world.leaders_pg is not None:
+            self._agree(world.leaders_pg, publication, "the leaders of the other nodes to have all their shards")
+            with self._waiting_for(publication, "the leaders of the other nodes to send and receive"):
+                self._exchange(world.leaders_pg, self._buffers[publication.buffer])
+        self._agree(world.node_pg, publication, f"the leader of node {world.node} to receive from the other nodes")
+
+    def await_applied(self, publication: Publication) -> None:
+        """Return when every replica of this node has applied the version before `publication`; raises as `gather`."""
+        node = self._world.node
+        self._agree(self._world.node_pg, publication, f"the replicas of node {node} to apply the version before")
+
+    def _exchange(self, group: dist.ProcessGroup, buffer: Tensor) -> None:
+        """Send this node's extents to every other leader while receiving theirs; a node is its leader's rank in `group`."""
+        peers = [node for node in range(self._world.num_nodes) if node != self._world.node]
+        works = []
+        for node, extents in enumerate(self._extents):
+            for start, stop in extents:
+                if node == self._world.node:
+                    works += [dist.isend(buffer[start:stop], group=group, group_dst=peer) for peer in peers]
+                else:
+                    works.append(dist.irecv(buffer[start:stop], group=group, group_src=node))
+        for work in works:
+            assert work is not None, "this rank leads no node"
+            work.wait()
+
+    def _agree(self, group: dist.ProcessGroup, publication: Publication, waiting_for: str) -> None:
+        """Wait for the ranks of `group`, and check that they mean the same version of the same weights."""
+        digest = int((publication.digest or "0")[:15], 16)
+        mine = torch.tensor([publication.version, self._manifest.digest(), digest])
+        limits = torch.stack([mine, -mine])
+        with self._waiting_for(publication, waiting_for):
+            dist.all_reduce(limits, dist.ReduceOp.MAX, group=group)
+        high, low = limits[0], -limits[1]
+        if not torch.equal(low, high):
+            raise WeightPlaneError(
+                f"ranks publish different weights: versions {low[0]} to {high[0]}, manifests {low[1]:x} to {high[1]:x}, "
+                f"content {low[2]:x} to {high[2]:x}"
+            )
+
+    @contextmanager
+    def _waiting_for(self, publication: Publication, whom: str) -> Iterator[None]:
+        """Say who waited for whom when a collective fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise WeightPlaneError(
+                f"lane param_dist of rank {self._world.rank} waited in vain for {whom}, at version "
+                f"{publication.version}: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def _merged(extents: list[Extent]) -> list[Extent]:
+    """Neighbouring extents as one."""
+    merged: list[Extent] = []
+    for start, stop in sorted(extents):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _require_tiling(extents: list[Extent], num_bytes: int) -> None:
+    """Refuse extents that leave a byte of [0, num_bytes) without an owner or give it two."""
+    end = 0
+    for start, stop in [*sorted(extents), (num_bytes, num_bytes)]:
+        if start != end:
+            raise WeightPlaneError(f"bytes {min(start, end)} to {max(start, end)} of the weights have no single owner")
+        end = stop
