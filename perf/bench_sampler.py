@@ -6,8 +6,8 @@
   built first and then take turns; ratios are of medians.
 * `roundtrip.*`: from a complete observation to the beginning of the action, through sampling lane, inference lane and a
   policy that looks at one pixel, with one environment; medians.
-* `sampler.overhead_frac`: share of the wall time that a worker spends neither in its simulator (ManiSkill, light meshes)
-  nor in the policy, at 2 workers.
+* `sampler.overhead_frac`: share of the wall time, up to its last step, that a worker spends neither in its simulator
+  (ManiSkill, light meshes) nor in the policy, at 2 workers.
 """
 
 from __future__ import annotations
@@ -261,15 +261,17 @@ def overhead(folder: Path) -> list[dict]:
     with ExitStack() as stack:
         sampler = Sampler(stack, env, "light", NUM_ENVS, folder)
 
-        def inside() -> float:
-            return sum(float(torch.from_file(str(path), size=1, dtype=torch.float64)) for path in clocks.iterdir())
+        def read() -> list[list[float]]:
+            files = sorted(clocks.iterdir())
+            return [torch.from_file(str(path), size=2, dtype=torch.float64).tolist() for path in files]
 
         for _ in range(ROUNDS + 1):
-            before: list[float] = []
-            seconds = sampler.seconds(lambda before=before: before.append(inside()))
-            in_simulator = (inside() - before[0]) / NUM_ENVS
-            shares.append(1.0 - (in_simulator + sampler.policy.seconds) / seconds)
-    return [row("sampler.overhead_frac", statistics.median(shares[1:]), "share of wall time")]
+            start: list = []
+            sampler.seconds(lambda start=start: start.extend((time.monotonic(), read())))
+            begin, before = start
+            for (inside_before, _), (inside, end) in zip(before, read(), strict=True):
+                shares.append(1.0 - (inside - inside_before + sampler.policy.seconds) / (end - begin))
+    return [row("sampler.overhead_frac", statistics.median(shares[NUM_ENVS:]), "share of wall time")]
 
 
 def row(name: str, value: float, unit: str) -> dict:

@@ -56,21 +56,25 @@ class FrameEnv:
 
 
 class TimedManiSkill(ManiSkillEnv):
-    """ManiSkill that writes down the seconds spent in it, in ``$BENCH_FOLDER/<process>``."""
+    """ManiSkill that writes down, in ``$BENCH_FOLDER/<process>``, the seconds spent in it and when it was last left."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._seconds = np.memmap(Path(os.environ["BENCH_FOLDER"]) / str(os.getpid()), np.float64, "w+", shape=(1,))
+        self._seconds = np.memmap(Path(os.environ["BENCH_FOLDER"]) / str(os.getpid()), np.float64, "w+", shape=(2,))
 
     def step(self, action: np.ndarray) -> Step:
         """Step and count."""
         begin = time.monotonic()
         result = super().step(action)
-        self._seconds[0] += time.monotonic() - begin
+        self._count(begin)
         return result
 
     def observe(self, images: np.ndarray, state: np.ndarray) -> None:
         """Observe and count."""
         begin = time.monotonic()
         super().observe(images, state)
-        self._seconds[0] += time.monotonic() - begin
+        self._count(begin)
+
+    def _count(self, begin: float) -> None:
+        self._seconds[1] = time.monotonic()
+        self._seconds[0] += self._seconds[1] - begin

@@ -278,7 +278,7 @@ class GrpoLane(Lane):
             is_ready = wait_any([self._stop, self._stop_request, semaphore], max(0.0, seconds))
         if self._stop.is_set():
             raise Stopped
-        return is_ready
+        return bool(is_ready)
 
     def _free_slots(self, group: Group) -> None:
         finish_copies(self._learner.device)

@@ -129,7 +129,7 @@ class SamplingLane(Lane):
         deadline = time.monotonic() + self._wait_timeout_s
         while True:
             self._look_after_workers()
-            if wait_any([self._stop, *self._pool.workers, *others], _LOOK_S):
+            if ready := wait_any([self._stop, *self._pool.workers, *others], _LOOK_S):
                 break
             if time.monotonic() > deadline and self._running:
                 raise WaitTimeoutError(
@@ -139,7 +139,7 @@ class SamplingLane(Lane):
                 )
         if self._stop.is_set():
             raise Stopped
-        return [worker for worker in self._pool.workers if wait_any([worker], 0)]
+        return [worker for worker in self._pool.workers if worker in ready]
 
     def _dispatch(self) -> None:
         """Give tickets to idle environments while there are any."""

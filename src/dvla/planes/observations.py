@@ -61,4 +61,7 @@ class SlotTensors:
     def scatter(self, name: str, slots: Tensor, decisions: Tensor, values: Tensor) -> None:
         """Write `values` (B, ...) to the field `name`."""
         target = self.tensors[name]
-        target[slots, decisions] = values.to(target.device, target.dtype)
+        if len(slots) == 1:
+            target[int(slots[0]), int(decisions[0])].copy_(values[0])
+        else:
+            target[slots, decisions] = values.to(target.device, target.dtype)

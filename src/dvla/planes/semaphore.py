@@ -141,12 +141,13 @@ class Selectable(Protocol):
         """The descriptor."""
 
 
-def wait_any(sources: Sequence[Selectable], seconds: float) -> bool:
-    """Wait until one of `sources` is readable; takes nothing. False when none became so within `seconds`."""
+def wait_any(sources: Sequence[Selectable], seconds: float) -> list[Selectable]:
+    """Wait until one of `sources` is readable; takes nothing. Those that are: none, if none became so within `seconds`."""
     poll = select.poll()
     for source in sources:
         poll.register(source.fileno(), select.POLLIN)
-    return bool(poll.poll(seconds * 1e3))
+    ready = {descriptor for descriptor, _ in poll.poll(seconds * 1e3)}
+    return [source for source in sources if source.fileno() in ready] if ready else []
 
 
 class Channel(Generic[T]):
