@@ -140,6 +140,8 @@ class GrpoLane(Lane):
                 self._evaluate_alone()
         if is_over:
             if self._owes_final_evaluation:
+                if self._saved_version != self.policy_version:
+                    self._checkpoint()  # the evaluation may take long: a run killed in it has lost nothing
                 self._evaluate_alone()
             self._end("completed")
         begin = time.monotonic()
@@ -167,9 +169,8 @@ class GrpoLane(Lane):
             metrics = self._finish_step()
         while self._held:
             self._free_slots(self._held.pop())
-        if (
-            self.policy_version < self._algo.num_steps or self._config.run.eval_every
-        ):  # nobody samples with the last one
+        # Nobody samples with the last version, unless it is evaluated.
+        if self.policy_version < self._algo.num_steps or self._config.run.eval_every:
             timings["time/publish_s"] = self._timed(self.publish)
         tally.worker_restarts = self._meet.worker_restarts - self._restarts_counted
         self._restarts_counted += int(tally.worker_restarts)
