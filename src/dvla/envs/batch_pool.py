@@ -139,8 +139,8 @@ class BatchPool:
         return 0.0
 
     def replace(self, worker: Bell) -> None:
-        """A part of the rank's own process cannot be replaced: its errors end the run."""
-        raise NotImplementedError("a batch simulator is not replaced")
+        """A part of the rank's own process cannot be replaced: its errors end the run, and are never `WorkerError`s."""
+        raise SimulationError(f"{self._env.spec.name}: a batch simulator cannot be replaced")
 
     def reset(self, env: int, slot: int, *, task: int, seed: int, ticket: int, film: int | None = None) -> None:
         """Begin an episode on environment `env`, at the next `receive`; there are no films of a batch."""
