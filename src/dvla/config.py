@@ -409,7 +409,8 @@ class Config:
     """Decides weights, tasks, initial states and every random draw of sampling."""
     device: Device = Device.auto
     resume: str = "none"
-    """`none`, `auto` (go on from the run's last complete checkpoint, if there is one), or the path of a checkpoint."""
+    """`none`, `auto` (go on from the run's last complete checkpoint, if there is one), or the path of a checkpoint. Ranks that
+    torchrun starts again after a failure take `none` for `auto`."""
     run: RunConfig = field(default_factory=RunConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     render: RenderConfig = field(default_factory=RenderConfig)

@@ -46,7 +46,7 @@ from dvla.planes.weights import HostBuffers, Replica, ShardWriter
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.device import compute_threads, finish_copies
 from dvla.runtime.failure import describe, first_failure
-from dvla.runtime.world import World, join_world, require_same
+from dvla.runtime.world import World, join_world, require_same, restart_count
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.logs import set_up_logging
@@ -104,17 +104,19 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
         ConfigError: It cannot be used; raised on every rank.
     """
     said: list[Any] = [None, None, None]
+    # Ranks that torchrun starts again after a failure were told how to begin, not how to go on.
+    resume = "auto" if config.resume == "none" and restart_count() else config.resume
     torn: dict[Path, str] = {}
     if world.is_main:
         try:
-            torn = checkpoint.torn_checkpoints(config.checkpoints) if config.resume == "auto" else {}
-            found = checkpoint.find(config.resume, config.checkpoints)
+            torn = checkpoint.torn_checkpoints(config.checkpoints) if resume == "auto" else {}
+            found = checkpoint.find(resume, config.checkpoints)
             is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
             if is_own and config.run.clean:
                 raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
             if found is not None:
                 _require_same_policy(config, found)
-            logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
+            logs = run_folder.prepare(config, resuming=is_own or resume == "auto")
             said = [None, str(logs), str(found) if found else None]
         except ConfigError as error:
             said = [str(error), None, None]

@@ -7,6 +7,7 @@ import pty
 import signal
 import socket
 import subprocess
+import sys
 import termios
 import threading
 import time
@@ -14,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from e2e.launch import QUICK, REPOSITORY, Run, finish, wait_for_step
+from e2e.launch import QUICK, REPOSITORY, Run, finish, ranks_of, wait_for_step
 
 pytestmark = pytest.mark.e2e
 
@@ -156,6 +157,24 @@ def test_ranks_that_are_started_again_resume(tmp_path):
     assert (run.summary["exit"], run.summary["policy_version"]) == ("completed", 30)
     assert [line["policy_version"] for line in run.metrics] == list(range(1, 31))
     assert sorted(path.name for path in (run.folder / "logs").iterdir()) == ["attempt_1", "attempt_2", "latest"]
+    assert "resuming from" in run.output
+
+
+def test_bare_torchrun_resumes_too_when_it_starts_its_ranks_again(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    process = subprocess.Popen(
+        [*command, "-m", "dvla.train", f"run.root={tmp_path}", *QUICK, "algo.num_steps=30", "run.checkpoint_every=2"],
+        cwd=REPOSITORY,
+        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_step(process, tmp_path / "test", 4)
+    ranks_of(process)[1].kill()
+    run = finish(process, tmp_path)
+    assert run.code == 0, run.output
+    assert [line["policy_version"] for line in run.metrics] == list(range(1, 31))
     assert "resuming from" in run.output
 
 

@@ -14,8 +14,9 @@ _SETTLE_S = 0.5  # the ranks of a run fail within moments of each other: give th
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line."""
+    """The error in one line, with what was noted on its way (`BaseException.add_note`)."""
     text = " ".join(str(error).split())
+    text += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

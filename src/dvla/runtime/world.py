@@ -67,6 +67,11 @@ class _Place:
     """Why this rank cannot take part."""
 
 
+def restart_count() -> int:
+    """How often torchrun has started all ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def join_world(
     wanted: Device, timeout_s: float, replicate_size: int | None = None, join_timeout_s: float = 600.0
 ) -> World:
