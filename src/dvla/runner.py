@@ -15,7 +15,7 @@ import contextlib
 import logging
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,19 +104,20 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
         ConfigError: It cannot be used; raised on every rank.
     """
     said: list[Any] = [None, None, None]
-    # Ranks that torchrun starts again after a failure were told how to begin, not how to go on.
-    resume = "auto" if config.resume == "none" and restart_count() else config.resume
+    if restart_count():  # ranks that torchrun starts again after a failure were told how to begin, not how to go on
+        goes_on = config.resume == "none" or checkpoint.complete_checkpoints(config.checkpoints)
+        config = replace(config, resume="auto" if goes_on else config.resume, run=replace(config.run, clean=False))
     torn: dict[Path, str] = {}
     if world.is_main:
         try:
-            torn = checkpoint.torn_checkpoints(config.checkpoints) if resume == "auto" else {}
-            found = checkpoint.find(resume, config.checkpoints)
+            torn = checkpoint.torn_checkpoints(config.checkpoints) if config.resume == "auto" else {}
+            found = checkpoint.find(config.resume, config.checkpoints)
             is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
             if is_own and config.run.clean:
                 raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
             if found is not None:
                 _require_same_policy(config, found)
-            logs = run_folder.prepare(config, resuming=is_own or resume == "auto")
+            logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
             said = [None, str(logs), str(found) if found else None]
         except ConfigError as error:
             said = [str(error), None, None]

@@ -163,7 +163,16 @@ def test_ranks_that_are_started_again_resume(tmp_path):
 def test_bare_torchrun_resumes_too_when_it_starts_its_ranks_again(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     process = subprocess.Popen(
-        [*command, "-m", "dvla.train", f"run.root={tmp_path}", *QUICK, "algo.num_steps=30", "run.checkpoint_every=2"],
+        [
+            *command,
+            "-m",
+            "dvla.train",
+            f"run.root={tmp_path}",
+            *QUICK,
+            "algo.num_steps=30",
+            "run.checkpoint_every=2",
+            "run.clean=true",
+        ],
         cwd=REPOSITORY,
         env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdout=subprocess.PIPE,

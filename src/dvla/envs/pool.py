@@ -120,7 +120,7 @@ class Worker:
 
     def send(self, records: Iterable[Record]) -> None:
         """Send orders in one packet; a dead worker shows at the next `receive`."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.link.send(b"".join(record.pack() for record in records))
 
     def abort(self) -> None:
