@@ -11,7 +11,7 @@ ARGS ?=
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
-SHELL_SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch .ci/run
+SHELL_SCRIPTS := tests/gpu/check.sh $(wildcard launch/*.sh) launch/slurm.sbatch .ci/run
 
 # One thread per rank unless told otherwise (torchrun would say so at length), time to save when
 # stopped, and the renderer that this machine has.

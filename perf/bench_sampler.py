@@ -30,15 +30,18 @@ from torch import nn
 
 from dvla.config import Config, EnvConfig, Meshes, ModelConfig, RenderConfig, RuntimeConfig
 from dvla.envs.simulators import open_simulators
+from dvla.lanes.balance import EnvLimit
 from dvla.lanes.inference import InferenceLane
 from dvla.lanes.lane import ErrorBoard
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.sampling import SamplingLane
+from dvla.lanes.stages import Stages
 from dvla.models.policy import Decision
-from dvla.planes.data_plane import make_data_plane
+from dvla.planes.data_plane import plan_slots, slots_of_own
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
 from dvla.planes.semaphore import StopFlag
+from dvla.planes.shared_transport import SharedTransport, local_links
 from dvla.planes.tickets import Ticket
 from dvla.planes.weights import Replica
 from dvla.telemetry.lane_clock import LaneClock
@@ -70,10 +73,14 @@ class RepeatingPolicy(nn.Module):
 
 
 class OneEpisodeEach:
-    """One episode for every environment."""
+    """One episode for every environment; then `on_end` is called."""
 
-    def __init__(self, num_envs: int, task: int, seed: int) -> None:
+    def __init__(self, num_envs: int, task: int, seed: int, on_end: Callable[[], None]) -> None:
+        self._num_left, self._on_end = num_envs, on_end
         self._orders = deque((Ticket(number, 0, number, task, seed + number), number) for number in range(num_envs))
+
+    def take(self, parcel):
+        """Nobody sends anything but a farewell."""
 
     def next(self):
         """The next episode."""
@@ -81,14 +88,9 @@ class OneEpisodeEach:
 
     def finished(self, ticket, slot):
         """Nobody wants the results."""
-
-    def opens_with(self):
-        """There will be no more."""
-        return []
-
-    def is_exhausted(self):
-        """Whether all have begun."""
-        return not self._orders
+        self._num_left -= 1
+        if not self._num_left:
+            self._on_end()
 
 
 class Sampler:
@@ -105,34 +107,45 @@ class Sampler:
         self.pool = stack.enter_context(open_simulators(self.config, CPU, logs=logs, title="dvla:bench", videos=logs))
         self.spec = self.pool.spec()
         self.policy = RepeatingPolicy(self.spec.action_dim)
-        self.data = make_data_plane(self.config, self.spec, {}, self.pool, CPU, num_slots=num_envs)
+        self.data = slots_of_own(plan_slots(self.config, self.spec, {}, num_envs), self.pool, CPU)
 
     def seconds(self, on_start: Callable[[], None] = lambda: None, *, task: int = 0, seed: int = 0) -> float:
         """Time from when all environments are reset and observed (`on_start`) to when all episodes are over."""
         num_envs, stop = self.config.runtime.num_envs, StopFlag()
-        meet = MeetingPoints.create(num_envs=num_envs, num_slots=num_envs, stop=stop, timeout_s=600)
-        meet.applied_version = 0
-        common = {"pool": self.pool, "meet": meet, "stop": stop, "clock": LaneClock()}
+        meet = MeetingPoints.create(stop=stop, timeout_s=600)
+        learners, learner = (SharedTransport(0, [link], stop, 600) for link in local_links(0, stop))
+        common = {"pool": self.pool, "stop": stop, "num_envs": num_envs, "clock": LaneClock()}
         tracer = Tracer(0, False)
         sampling = SamplingLane(
             **common,
-            sources=[OneEpisodeEach(num_envs, task, seed)],
-            num_envs=num_envs,
+            sources=[OneEpisodeEach(num_envs, task, seed, learner.leave)],  # the lane ends when the learner leaves
+            stages=Stages(num_envs, None),
+            learners=learners,
+            home=0,
+            ask=meet.requests.put,
+            inferrer=0,
+            replies=None,
             max_worker_failures=0,
             wait_timeout_s=600,
+            note_restart=lambda: None,
+            limit=EnvLimit(num_envs, num_envs),
             tracer=tracer.for_lane("sampling"),
         )
         inference = InferenceLane(
             **common,
+            rank=0,
             replica=Replica(self.policy, make_manifest(self.policy, torch.float32), CPU),
             host=None,
             slots=SlotTensors(self.data.tensors, CPU),
+            samplers=None,
+            meet=meet,
             device=CPU,
             seed=0,
-            max_batch=num_envs,
-            max_wait_s=0.0,
-            verify_weights=False,
-            cuda_graphs=False,
+            stages=None,
+            balances=False,
+            runtime=self.config.runtime,
+            group_size=num_envs,
+            applied_version=0,
             tracer=tracer.for_lane("inference"),
         )
         errors = ErrorBoard(stop)
@@ -147,6 +160,8 @@ class Sampler:
         seconds = time.monotonic() - begin
         stop.set()
         decider.join()
+        for transport in (learners, learner):
+            transport.close()
         if errors.first is not None:
             raise errors.first[1]
         return seconds

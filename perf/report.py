@@ -112,6 +112,11 @@ def main() -> None:
         {"name": "name", "value": "value", "unit": "unit"},
     )
     text += section(
+        "Stages of the hybrid placement beside theory (injected delays), and placements side by side on two cores",
+        "bench_placements",
+        {"name": "name", "value": "value", "unit": "unit"},
+    )
+    text += section(
         "500 episodes: does anything grow?",
         "endurance",
         {"name": "name", "after_100": "after 100", "after_500": "after 500"},

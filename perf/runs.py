@@ -13,13 +13,15 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+OWN_CLASSES = [str(REPOSITORY / "tests"), str(REPOSITORY / "perf")]
 
 
 def train(*overrides: str, ranks: int = 2) -> dict:
     """Run ``torchrun … -m dvla.train`` to its end.
 
     Returns:
-        Its summary, with `metrics` (the lines of metrics.jsonl), `command` and `total_s` (start-up included).
+        Its summary, with `metrics` (the lines of metrics.jsonl), `spans` (with telemetry.trace=true, the events of the
+        traces of all ranks), `command` and `total_s` (start-up included).
     """
     with tempfile.TemporaryDirectory() as root:
         command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "dvla.train", *overrides]
@@ -27,7 +29,7 @@ def train(*overrides: str, ranks: int = 2) -> dict:
         subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *command[1:], f"run.root={root}", "run.name=bench"],
             cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "tests")},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(OWN_CLASSES)},
             check=True,
             stdout=sys.stderr,
         )
@@ -35,7 +37,13 @@ def train(*overrides: str, ranks: int = 2) -> dict:
         folder = Path(root) / "bench"
         summary = json.loads((folder / "summary.json").read_text())
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return summary | {"metrics": [json.loads(x) for x in lines], "command": " ".join(command), "total_s": total_s}
+        traces = [json.loads(path.read_text())["traceEvents"] for path in sorted(folder.glob("traces/*"))]
+        return summary | {
+            "metrics": [json.loads(x) for x in lines],
+            "spans": [event for trace in traces for event in trace if event["ph"] == "X"],
+            "command": " ".join(command),
+            "total_s": total_s,
+        }
 
 
 def machine() -> dict:

@@ -10,11 +10,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dvla.config import Config, EnvConfig, EvaluationConfig, ModelConfig, RenderConfig, RuntimeConfig, TelemetryConfig
+from dvla.config import (
+    Config,
+    EnvConfig,
+    EvaluationConfig,
+    ModelConfig,
+    PlacementConfig,
+    RenderConfig,
+    RuntimeConfig,
+    TelemetryConfig,
+)
 from dvla.envs.pool import WorkerPool
 from dvla.evaluator import play
 from dvla.models.policy import Decision
 from dvla.planes.semaphore import StopFlag
+from dvla.runtime.placement import place
 from dvla.runtime.world import World
 
 
@@ -76,7 +86,9 @@ def make_config(env: EnvConfig, *, episodes: int, num_action_chunks: int = 4, me
 def play_episodes(config: Config, logs: Path, *, rank: int = 0, world_size: int = 1, slow_s: float = 0.0) -> Play:
     """Play this rank's share of the episodes of `config`."""
     runtime = config.runtime
-    world = World(rank, world_size, rank, world_size, torch.device("cpu"), None, None, None)  # type: ignore[arg-type]
+    roles, device = place(PlacementConfig(), world_size), torch.device("cpu")
+    groups = (None,) * 5  # nothing here is collective
+    world = World(rank, world_size, rank, world_size, device, roles, *groups)  # type: ignore[arg-type]
     with WorkerPool(
         config.env,
         config.render,

@@ -19,6 +19,7 @@ from dvla.lanes.param_dist import ParamDistLane
 from dvla.planes.exchange import WeightExchange
 from dvla.planes.manifest import make_manifest
 from dvla.planes.semaphore import StopFlag
+from dvla.planes.shared_transport import SharedTransport
 from dvla.planes.weights import HostBuffers, Publication, Replica, ShardWriter, learner_digest
 from dvla.runtime.world import World, join_world
 from dvla.telemetry.lane_clock import LaneClock
@@ -62,13 +63,22 @@ class Plane:
         self.manifest = make_manifest(policy, dtype)
         self.replica = Replica(copy.deepcopy(policy).to(dtype), self.manifest, CPU)
         self.learner = Learner(policy, world, AlgoConfig(lr=1e-2), RuntimeConfig())
-        self.host = HostBuffers(self.manifest, world.node_pg, CPU)
+        self.host = HostBuffers(self.manifest, world.weights_pg, CPU)
         self.writer = ShardWriter(self.manifest, self.learner.parameters(), self.host, CPU)
         self.exchange = WeightExchange(world, self.manifest, self.writer.extents, self.host.buffers)
         stop = StopFlag()
-        self.meet = MeetingPoints.create(num_envs=1, num_slots=8, stop=stop, timeout_s=60)
-        clock, tracer = LaneClock(), Tracer(0, False)
-        self.lane = ParamDistLane(meet=self.meet, stop=stop, exchange=self.exchange, clock=clock, tracer=tracer)
+        self.meet = MeetingPoints.create(stop=stop, timeout_s=60)
+        self.lane = ParamDistLane(
+            meet=self.meet,
+            stop=stop,
+            exchange=self.exchange,
+            trains=True,
+            infers=True,
+            peers=SharedTransport(world.rank, [], stop, 60),
+            sync_seconds=[],
+            clock=LaneClock(),
+            tracer=Tracer(0, False),
+        )
         self.errors = ErrorBoard(stop)
 
     def run(self, versions, publish, look):

@@ -10,6 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,6 +54,21 @@ class Placement(Enum):
 
     colocated = "colocated"
     """All three on every rank."""
+    separated = "separated"
+    """Sampling and inference on some ranks of each node, training on the others."""
+    hybrid = "hybrid"
+    """Sampling and inference on different ranks; training on its own ranks, or on all."""
+    custom = "custom"
+    """As `placement.sampling`, `placement.inference` and `placement.training` say."""
+
+
+class WeightApplication(Enum):
+    """When the inference lane takes over a version that has arrived."""
+
+    between_batches = "between_batches"
+    """At once: a group's decisions may be of several versions."""
+    between_groups = "between_groups"
+    """When no group is being sampled with the version in use: every group is sampled with one version."""
 
 
 class Objective(Enum):
@@ -310,9 +326,40 @@ class AlgoConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig:
-    """Which ranks do what."""
+    """Which ranks do what; the same on every node."""
 
     name: Placement = Placement.colocated
+    ratio: str = "1:1"
+    """Ranks of a node. For `separated`, sampling:training. For `hybrid`, sampling:inference:training, or only
+    sampling:inference to train on all ranks."""
+    stages: int | None = None
+    """Parts that each sampling rank's environments move in: all of a part act on one inference batch while the others
+    simulate. Null lets every environment go on as soon as it can."""
+    sampling: tuple[int, ...] = ()
+    """Local ranks that sample, with `custom`."""
+    inference: tuple[int, ...] = ()
+    """Local ranks that infer, with `custom`."""
+    training: tuple[int, ...] = ()
+    """Local ranks that train, with `custom`."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        parts = self.ratio.split(":")
+        num_parts = (2, 3) if self.name is Placement.hybrid else (2,)
+        _require(
+            len(parts) in num_parts and all(part.isdecimal() and int(part) > 0 for part in parts),
+            f"placement.ratio={self.ratio}: give {' or '.join(map(str, num_parts))} numbers above 0, as in "
+            f"{':'.join('1' * num_parts[-1])}",
+        )
+        _require(self.stages is None or self.stages >= 1, "placement.stages must be at least 1, or null")
+        is_custom = self.name is Placement.custom
+        for role in ("sampling", "inference", "training"):
+            _require(
+                bool(getattr(self, role)) is is_custom,
+                f"placement.{role} is empty: give it at least one local rank"
+                if is_custom
+                else f"placement.{role} is for placement=custom",
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -325,11 +372,15 @@ class RuntimeConfig:
     num_workers: int = 1
     """Worker processes of one rank; each runs num_envs / num_workers environments in turn."""
     num_slots: int | None = None
-    """Episode slots of one rank; null takes what the staleness window can fill."""
+    """Episode slots of one sampling rank; null takes what the staleness window can fill."""
     max_batch: int = 64
     """Decisions of one inference batch at most."""
     max_wait_s: float = 0.002
     """Seconds an inference batch waits for more requests once it has one."""
+    apply_weights: WeightApplication = WeightApplication.between_batches
+    balance: bool = True
+    """Let what is measured decide, in the overlapped schedule: which rank of a node samples a group, how many environments
+    are in flight, how long an inference batch waits and how large it gets (the keys above are limits then)."""
     precision: Precision = Precision.fp32
     activation_checkpointing: bool = False
     """Compute the transformer layers a second time in the backward pass instead of keeping their activations."""
@@ -391,6 +442,29 @@ class RuntimeConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class MemoryConfig:
+    """What the two memory pools of a rank may take of its GPU, or of its part of the host (`dvla.runtime.memory`)."""
+
+    model_fraction: float | None = None
+    """Share for weights, optimiser and activations. Null takes what `environment_gib` leaves; 5 % of a GPU are left to CUDA
+    and NCCL."""
+    environment_gib: float | None = None
+    """GiB for simulators and episode slots: with a batch simulator on the GPU for all of it, physics engine and renderer
+    included, else for the slots, on the host. Null takes what `model_fraction` leaves, or a quarter of the GPU with a batch
+    simulator, or what the host has."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(
+            self.model_fraction is None or 0 < self.model_fraction <= 1,
+            "memory.model_fraction must lie above 0 and not above 1, or be null",
+        )
+        _require(
+            self.environment_gib is None or self.environment_gib > 0, "memory.environment_gib must be above 0, or null"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class TelemetryConfig:
     """What a run shows and records."""
 
@@ -419,6 +493,7 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
@@ -432,6 +507,15 @@ class Config:
         _require(
             self.algo.max_staleness == 0 or self.runtime.schedule is Schedule.overlapped,
             "runtime.schedule=serial is on-policy: set algo.max_staleness=0",
+        )
+        _require(
+            self.placement.name is Placement.colocated or self.runtime.schedule is Schedule.overlapped,
+            f"runtime.schedule=serial runs all lanes on one thread: it needs placement=colocated, not "
+            f"{self.placement.name.name}",
+        )
+        _require(
+            self.placement.stages is None or self.placement.stages <= self.runtime.num_envs,
+            f"placement.stages={self.placement.stages} are more than runtime.num_envs={self.runtime.num_envs}",
         )
         _require(
             not self.evaluation.videos_per_task or bool(self.env.cameras),
@@ -458,32 +542,63 @@ class Config:
         """Batches of the whole run; each gives `algo.update_epochs` optimiser steps."""
         return self.algo.num_steps // self.algo.update_epochs
 
-    def groups_per_rank(self, world_size: int) -> int:
-        """Groups each of `world_size` ranks gives to a batch.
+    @property
+    def balances(self) -> bool:
+        """Whether measurements move work; the serial schedule is to be reproducible."""
+        return self.runtime.balance and self.runtime.schedule is Schedule.overlapped
+
+    @property
+    def moves_groups(self) -> bool:
+        """Whether balance may let another rank sample a group; not where a batch keeps its slots, as they must suffice."""
+        return self.balances and self.algo.update_epochs == 1
+
+    def groups_per_learner(self, num_learners: int) -> int:
+        """Groups each of `num_learners` training ranks gives to a batch.
 
         Raises:
-            ConfigError: The batch does not divide among the ranks.
+            ConfigError: The batch does not divide among them.
         """
         _require(
-            self.algo.groups_per_step % world_size == 0,
-            f"algo.groups_per_step={self.algo.groups_per_step} must be a multiple of the number of ranks ({world_size})",
+            self.algo.groups_per_step % num_learners == 0,
+            f"algo.groups_per_step={self.algo.groups_per_step} must be a multiple of the number of training ranks "
+            f"({num_learners})",
         )
-        return self.algo.groups_per_step // world_size
+        return self.algo.groups_per_step // num_learners
 
-    def slots_per_rank(self, world_size: int) -> int:
-        """Episode slots of each rank: by default all that the staleness window can fill at once."""
-        batch = self.groups_per_rank(world_size) * self.algo.group_size
-        window = (self.algo.max_staleness + 1) * batch
-        slots = window if self.runtime.num_slots is None else min(window, self.runtime.num_slots)
+    def slots_per_sampler(self, num_learners: int, num_samplers: int) -> int:
+        """Episode slots of each sampling rank: by default all that the staleness window can fill at once.
+
+        Args:
+            num_learners: Training ranks of all nodes.
+            num_samplers: Sampling ranks of all nodes.
+        """
+        shared = gcd(num_learners, num_samplers)
+        num_sharing, num_each = num_learners // shared, num_samplers // shared  # see `Roles.samplers_in_turn`
+        batch = self.groups_per_learner(num_learners)
+        window = -(-(self.algo.max_staleness + 1) * batch // num_each)  # groups that one learner has on one sampler
+        groups = num_sharing * window
+        if self.moves_groups and num_samplers > 1:
+            groups += groups // 2  # a fast rank takes groups of a slow one
+        slots = groups * self.algo.group_size
+        if self.runtime.num_slots is not None:
+            slots = min(slots, self.runtime.num_slots)
         _require(
             self.runtime.num_workers <= slots,
             f"runtime.num_workers={self.runtime.num_workers} processes for {slots} episode slots a rank: some would "
             "never have an episode; lower it, or raise runtime.num_slots, algo.groups_per_step or algo.max_staleness",
         )
+        # Training ranks wait for each other: none may lack the slots that groups of the others fill meanwhile.
+        least = num_sharing * self.algo.group_size
         _require(
-            self.algo.update_epochs == 1 or slots >= batch,
+            num_sharing == 1 or slots >= least,
+            f"runtime.num_slots={self.runtime.num_slots} must be at least {least}: {num_sharing} training ranks share each "
+            "sampling rank",
+        )
+        least = ((num_sharing - 1) * window + min(batch, window)) * self.algo.group_size
+        _require(
+            self.algo.update_epochs == 1 or slots >= least,
             f"algo.update_epochs={self.algo.update_epochs} keeps a whole batch in its slots: runtime.num_slots must be "
-            f"at least {batch}",
+            f"at least {least}",
         )
         return slots
 
@@ -498,7 +613,125 @@ class EvaluateConfig(Config):
     """A new folder for the results; null for one in ``evaluations/`` of the run."""
 
 
-def to_plain(config: Config) -> dict[str, Any]:
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Demonstrations to clone."""
+
+    paths: tuple[str, ...] = ()
+    """LeRobot datasets (folders), LIBERO's HDF5 files or folders of these; they must go together."""
+    name: str | None = None
+    """The dataset's name, by which the checkpoint keeps its statistics (`model.unnorm_key` of later runs); null takes that of
+    the folder or file, if there is only one."""
+    action_key: str = "action"
+    """Column of the actions in LeRobot's tables: in the environment's units, each element in [-1, 1]."""
+    state_key: str | None = "observation.state"
+    """Column of the states, as the environment gives them; null for none."""
+    cameras: tuple[str, ...] | None = None
+    """Cameras in the order of `env.cameras` of later runs, each by its column or the last part of that; null takes all."""
+    image_size: tuple[int, int] | None = None
+    """Height and width to which pictures are resized; null leaves them as they are. The model resizes to its own size."""
+    gripper_open: float | None = None
+    """1 or -1: what opens the gripper, the last element of an action. Needed only where the checkpoint to begin with commands
+    a gripper by itself; null takes what the files' kind tells (LIBERO: -1)."""
+    cache: str | None = None
+    """Folder for the decoded pictures, uncompressed, while the run lasts; null for that of temporary files."""
+    cache_gib: float = 64.0
+    """GiB they may take there, once per node."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(self.name != "" and "/" not in (self.name or ""), f"data.name={self.name!r}: give a plain name")
+        _require(
+            self.name is not None or len(self.paths) <= 1,
+            "data.name: several datasets need a name for their statistics",
+        )
+        _require(
+            self.image_size is None or min(self.image_size) >= 1, "data.image_size must be at least 1 pixel each way"
+        )
+        _require(self.gripper_open in (None, 1.0, -1.0), "data.gripper_open must be 1, -1 or null")
+        _require(self.cache_gib > 0, "data.cache_gib must be above 0")
+
+    @property
+    def dataset_name(self) -> str:
+        """What the dataset is called."""
+        return self.name or Path(self.paths[0]).expanduser().resolve().name.removesuffix(".hdf5")
+
+
+@dataclass(kw_only=True, slots=True)
+class CloningConfig:
+    """Behaviour cloning and its optimiser."""
+
+    epochs: float = 10.0
+    """Times each sample is trained on; a sample is a step of an episode with the actions that follow it."""
+    num_steps: int | None = None
+    """Optimiser steps instead of epochs."""
+    global_batch_size: int = 64
+    """Samples of one optimiser step, over all ranks."""
+    micro_batch_size: int = 64
+    """Samples of one forward-backward pass on one rank."""
+    lr: float = 5e-4
+    """Highest learning rate; it falls to 0 along a half cosine."""
+    warmup_steps: int = 20
+    """Optimiser steps over which it rises linearly before."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over all bins; openvla_oft only."""
+    held_out_fraction: float = 0.05
+    """Share of the episodes that is not trained on but measured; 0 holds out none."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(self.epochs > 0, "sft.epochs must be above 0")
+        _require(self.num_steps is None or self.num_steps >= 1, "sft.num_steps must be at least 1, or null")
+        for key in ("global_batch_size", "micro_batch_size"):
+            _require(getattr(self, key) >= 1, f"sft.{key} must be at least 1")
+        _require(self.lr > 0, "sft.lr must be above 0")
+        for key in ("warmup_steps", "weight_decay"):
+            _require(getattr(self, key) >= 0, f"sft.{key} must be at least 0")
+        _require(self.max_grad_norm > 0, "sft.max_grad_norm must be above 0")
+        for key in ("label_smoothing", "held_out_fraction"):
+            _require(0 <= getattr(self, key) < 1, f"sft.{key} must be at least 0 and below 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class SftConfig:
+    """What `dvla.sft` takes."""
+
+    seed: int = 0
+    """Decides random weights, which episodes are held out, the order of the samples and the noise of the flow."""
+    device: Device = Device.auto
+    resume: str = "none"
+    """As in `Config`."""
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sft: CloningConfig = field(default_factory=CloningConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """Precision, threads and how the policy is sharded and computed; the rest concerns lanes, which there are none of."""
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        """Check what several fields must agree on."""
+        _require(0 <= self.seed < 2**31, "seed must lie between 0 and 2^31 - 1")
+        _require(bool(self.data.paths), "data.paths is empty: give at least one dataset")
+        _require(
+            self.model.name in ("openvla_oft", "pi05"),
+            f"model.name={self.model.name}: openvla_oft and pi05 can be trained by cloning",
+        )
+        _require(
+            not self.sft.label_smoothing or self.model.name == "openvla_oft",
+            "sft.label_smoothing spreads over bins, which only openvla_oft has: set it to 0",
+        )
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.run.folder / "checkpoints"
+
+
+def to_plain(config: Config | SftConfig) -> dict[str, Any]:
     """The config as nested dicts, lists and scalars, enums by name."""
 
     def plain(value: Any) -> Any:
@@ -513,7 +746,7 @@ def to_plain(config: Config) -> dict[str, Any]:
     return plain(asdict(config))
 
 
-def config_hash(config: Config) -> str:
+def config_hash(config: Config | SftConfig) -> str:
     """SHA-256 of the resolved config; equal on all ranks of a sound run."""
     return hashlib.sha256(json.dumps(to_plain(config), sort_keys=True).encode()).hexdigest()
 
@@ -544,8 +777,9 @@ def load_as(schema: type[Schema], composed: DictConfig) -> Schema:
 
 
 def register() -> None:
-    """Give Hydra the schemas ``base_config`` and ``evaluate_config``; entry points call it once."""
+    """Give Hydra the schemas ``base_config``, ``evaluate_config`` and ``sft_config``; entry points call it once."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="base_config", node=Config)
     ConfigStore.instance().store(name="evaluate_config", node=EvaluateConfig)
+    ConfigStore.instance().store(name="sft_config", node=SftConfig)

@@ -19,18 +19,28 @@ import torch.distributed as dist
 from dvla.config import Config, ConfigError, config_hash
 from dvla.envs.registry import expected_action_dim
 from dvla.envs.simulators import open_simulators
-from dvla.lanes.evaluation_episodes import EvaluationEpisodes, Outcome, evaluation_tickets, states_of_tasks
+from dvla.lanes.balance import EnvLimit
+from dvla.lanes.evaluation_episodes import (
+    EvaluationEpisodes,
+    Outcome,
+    evaluation_tickets,
+    outcome_of,
+    states_of_tasks,
+)
 from dvla.lanes.inference import InferenceLane
 from dvla.lanes.lane import ErrorBoard
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.sampling import SamplingLane
+from dvla.lanes.stages import Stages
 from dvla.models.policy_source import check_policy
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.models.trained import run_config, trained_policy
-from dvla.planes.data_plane import make_data_plane
+from dvla.planes.data_plane import plan_slots, slots_of_own
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
 from dvla.planes.semaphore import StopFlag, wait_any
+from dvla.planes.shared_transport import SharedTransport, local_links
+from dvla.planes.transport import Kind, Parcel
 from dvla.planes.weights import Replica
 from dvla.runtime.checkpoint import read_train_state
 from dvla.runtime.device import compute_threads
@@ -153,7 +163,7 @@ def _make_folder(config: Config, checkpoint: Path | None, version: int, out: Pat
                     said = [f"out={out} exists: give a new folder", None]
             except OSError as error:
                 said = [f"cannot make the folder {out or place} ({error.strerror}): give another one with out=…", None]
-    dist.broadcast_object_list(said, src=0, group=world.control_pg)
+    dist.broadcast_object_list(said, src=world.main_rank, group=world.control_pg)
     if said[0] is not None:
         raise ConfigError(said[0])
     return Path(said[1])
@@ -181,72 +191,87 @@ def play(
 
     """
     runtime = config.runtime
-    data = make_data_plane(config, spec, policy.record_spec, pool, world.device, num_slots=runtime.num_envs)
-    tickets = evaluation_tickets(spec, config.evaluation, rank=world.rank, world_size=world.world_size)
-    stop = StopFlag()
-    meet = MeetingPoints.create(
-        num_envs=runtime.num_envs,
-        num_slots=0,
-        stop=stop,
-        timeout_s=runtime.wait_timeout_s,
-        num_evaluation_episodes=len(tickets),
+    data = slots_of_own(plan_slots(config, spec, policy.record_spec, runtime.num_envs), pool, world.device)
+    tickets = evaluation_tickets(
+        spec, config.evaluation, sampler=world.sampler(world.rank), num_samplers=world.num_samplers
     )
-    meet.applied_version = version
-    meet.rounds.put(version)
+    stop = StopFlag()
+    meet = MeetingPoints.create(stop=stop, timeout_s=runtime.wait_timeout_s)
+    ends = local_links(world.rank, stop)
+    learners, here = (SharedTransport(world.rank, [end], stop, runtime.wait_timeout_s) for end in ends)
+    restarts: list[None] = []
     tracer = Tracer(world.rank, False)
     lanes = [
         SamplingLane(
             pool=pool,
-            sources=[EvaluationEpisodes(tickets, slots=data.arrays, free=range(runtime.num_envs), meet=meet)],
-            meet=meet,
+            sources=[
+                EvaluationEpisodes(tickets, free=range(runtime.num_envs), learners=learners, home=world.rank),
+            ],
+            stages=Stages(None),
+            learners=learners,
+            home=world.rank,
+            inferrer=world.rank,
+            ask=meet.requests.put,
+            replies=None,
             stop=stop,
             num_envs=runtime.num_envs,
+            limit=EnvLimit(runtime.num_envs, runtime.num_envs),
             max_worker_failures=runtime.max_worker_failures,
             wait_timeout_s=runtime.wait_timeout_s,
+            note_restart=lambda: restarts.append(None),
             clock=LaneClock(),
             tracer=tracer.for_lane("sampling"),
         ),
         InferenceLane(
+            rank=world.rank,
             replica=Replica(policy, make_manifest(policy, COMPUTE_DTYPE[runtime.precision]), world.device),
             host=None,
             slots=SlotTensors(data.tensors, world.device),
             pool=pool,
+            samplers=None,
             meet=meet,
             stop=stop,
             device=world.device,
             seed=config.seed,
-            max_batch=runtime.max_batch,
-            max_wait_s=runtime.max_wait_s,
-            verify_weights=False,
-            cuda_graphs=False,
+            num_envs=runtime.num_envs,
+            stages=None,
+            runtime=dataclasses.replace(runtime, cuda_graphs=False),
+            balances=False,
+            group_size=config.algo.group_size,
+            applied_version=version,
             clock=LaneClock(),
             tracer=tracer.for_lane("inference"),
         ),
     ]
+    here.send(Parcel(Kind.round, world.rank, version=version))
     errors = ErrorBoard(stop)
     threads = [lane.start(errors) for lane in lanes]
     outcomes: list[Outcome] = []
+
+    def read() -> None:
+        while (parcel := here.receive()) is not None:
+            outcomes.append(outcome_of(parcel, data.tensors))
+            here.free(parcel)
+
     unit = "episodes" if world.world_size == 1 else f"episodes of rank 0 of {world.world_size}"
     with Progress(len(tickets), unit, enabled=world.is_main and config.telemetry.console) as progress:
         while len(outcomes) < len(tickets) and not stop_request.is_set() and not stop.is_set():
-            wait_any([meet.outcomes.semaphore, stop, stop_request], 1.0)
-            while (outcome := meet.outcomes.try_get()) is not None:
-                outcomes.append(outcome)
+            wait_any([here, stop, stop_request], 1.0)
+            read()
             rate = sum(outcome.success for outcome in outcomes) / max(len(outcomes), 1)
             progress.update(len(outcomes), f"success rate {rate:.3f}")
     stop.set()
     for thread in threads:
         thread.join()
+    read()
     data.close()
-    while (outcome := meet.outcomes.try_get()) is not None:
-        outcomes.append(outcome)
     error = None
     if errors.first is not None:
         lane, error = errors.first
         error.add_note(f"in lane {lane}")
         logger.error("the evaluation failed: %s", describe(error))
         logger.info("its traceback", exc_info=error, extra={"file_only": True})
-    return Played(outcomes, meet.worker_restarts, error)
+    return Played(outcomes, len(restarts), error)
 
 
 def summarise(outcomes: Sequence[Outcome], instructions: Sequence[str]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Read this first: builds planes and lanes, lets them run, stops them in order, and writes down what happened.
 
-One call of `run` is one rank of one run:
+One call of `run` is one rank of one run. Its placement says whether it samples, infers, trains, or several of these:
 
 1. agree with the other ranks (same config, one run folder) and start the simulators' processes;
 2. build the policy: a sharded one for the learner, a plain replica for inference; load a checkpoint if there is one;
-3. make the data plane (slots, tickets) and the weight plane (manifest, host buffers);
-4. run the four lanes: overlapped on four threads, or in turn on this one;
+3. join the node: episode slots, links to the other ranks; the weight plane (manifest, host buffers);
+4. run the lanes of its roles: overlapped on a thread each, or in turn on this one;
 5. stop in a fixed order: grpo, param_dist, inference, sampling, workers.
 """
 
@@ -13,39 +13,47 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
-import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from dvla.config import Config, ConfigError, Schedule, config_hash, to_plain
+from dvla.config import Config, ConfigError, Placement, Schedule, WeightApplication, config_hash, to_plain
+from dvla.envs.batch_pool import BatchPool
 from dvla.envs.registry import expected_action_dim
 from dvla.envs.simulators import open_simulators
+from dvla.lanes.balance import EnvLimit
 from dvla.lanes.evaluation_episodes import EvaluationEpisodes, evaluation_tickets, states_of_tasks
 from dvla.lanes.grpo import GrpoLane
 from dvla.lanes.inference import InferenceLane
-from dvla.lanes.lane import ErrorBoard, Lane
 from dvla.lanes.learner import Learner
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.param_dist import ParamDistLane
+from dvla.lanes.rank_lanes import RankLanes
 from dvla.lanes.sampling import SamplingLane
+from dvla.lanes.stages import Stages
 from dvla.lanes.training_groups import TrainingGroups
 from dvla.models.policy_source import check_policy, prepare_policy
 from dvla.models.sharding import COMPUTE_DTYPE
-from dvla.planes.data_plane import make_data_plane
+from dvla.planes.data_plane import plan_slots
 from dvla.planes.exchange import WeightExchange
 from dvla.planes.manifest import make_manifest
+from dvla.planes.node import join_node
 from dvla.planes.observations import SlotTensors
-from dvla.planes.semaphore import Semaphore, StopFlag, Stopped
+from dvla.planes.semaphore import StopFlag
+from dvla.planes.slots import SlotShares, layout_bytes
 from dvla.planes.tickets import TicketBook
-from dvla.planes.weights import HostBuffers, Replica, ShardWriter
+from dvla.planes.weights import HostBuffers, Replica, ShardWriter, num_host_buffers
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.device import compute_threads, finish_copies
 from dvla.runtime.failure import describe, first_failure
+from dvla.runtime.memory import Memory, Pool
+from dvla.runtime.placement import ROLES, describe_placement, place
 from dvla.runtime.world import World, join_world, require_same, restart_count
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.lane_names import LANES
@@ -56,7 +64,12 @@ from dvla.telemetry.trace import Tracer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dvla.envs.pool import WorkerPool
     from dvla.envs.protocol import EnvSpec
+    from dvla.lanes.lane import Lane
+    from dvla.planes.manifest import Manifest
+    from dvla.planes.node import Node
+    from dvla.planes.tickets import Ticket
     from dvla.runtime.stop_request import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -64,7 +77,6 @@ logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = (
     0.0005  # Python work of one lane holds up the tensor work of another ten times less than by default
 )
-_JOIN_S = 5.0  # how long a lane may take to notice that the run failed; it may sit in a collective with a dead rank
 
 
 def run(config: Config, stop_request: StopRequest) -> int:
@@ -74,31 +86,40 @@ def run(config: Config, stop_request: StopRequest) -> int:
         The exit code of the process.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    world = join_world(config.device, config.runtime.collective_timeout_s, config.runtime.replicate_size)
-    torch.set_num_threads(compute_threads(config.runtime.torch_threads, world.local_world_size))
-    if config.runtime.cuda_graphs and world.device.type != "cuda":
+    runtime = config.runtime
+    world = join_world(config.device, runtime.collective_timeout_s, runtime.replicate_size, config.placement)
+    memory = Memory.open(config, world.device, world.local_world_size, simulates=world.rank in world.roles.sampling)
+    torch.set_num_threads(compute_threads(runtime.torch_threads, world.local_world_size))
+    if runtime.cuda_graphs and world.device.type != "cuda":
         raise ConfigError("runtime.cuda_graphs needs a GPU: set it to false, or device=cuda")
+    if runtime.apply_weights is WeightApplication.between_groups and any(
+        world.roles.inference_of(sampler) != sampler for sampler in world.roles.sampling
+    ):
+        raise ConfigError(
+            "runtime.apply_weights=between_groups needs a placement whose sampling ranks infer themselves"
+        )
     require_same(world, "configuration", config_hash(config))
     # What cannot work is refused before anything is written or started.
-    config.slots_per_rank(world.world_size)
+    config.slots_per_sampler(world.num_learners, world.num_samplers)
     check_policy(config.model, tuple(config.env.cameras), expected_action_dim(config.env, config.render))
     logs, resume_from = _open_run(config, world)
     reporter = Reporter(config, world)
     try:
         with reporter:
-            outcome = _run_lanes(config, world, stop_request, reporter, logs, resume_from)
+            outcome = _run_lanes(config, world, memory, stop_request, reporter, logs, resume_from)
         reporter.finish(outcome, None)
-    except BaseException as error:
+    except BaseException as first:
+        error = memory.explain(first)
         logger.error("the run failed", exc_info=error, extra={"file_only": True})
         with contextlib.suppress(OSError):  # a full disk must not hide what happened first
             rank, message = first_failure(logs, world.rank, describe(error))
             reporter.finish("failed", message if rank == world.rank else f"rank {rank}: {message}")
-        raise
+        raise error from error.__cause__
     return 0
 
 
 def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
-    """Rank 0 opens the run folder for all; (folder of this attempt's logs, checkpoint to resume from).
+    """The main rank opens the run folder for all; (folder of this attempt's logs, checkpoint to resume from).
 
     Raises:
         ConfigError: It cannot be used; raised on every rank.
@@ -121,7 +142,7 @@ def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
             said = [None, str(logs), str(found) if found else None]
         except ConfigError as error:
             said = [str(error), None, None]
-    dist.broadcast_object_list(said, src=0, group=world.control_pg)
+    dist.broadcast_object_list(said, src=world.main_rank, group=world.control_pg)
     if said[0] is not None:
         raise ConfigError(said[0])
     logs = Path(said[1])
@@ -152,20 +173,30 @@ def _require_same_policy(config: Config, folder: Path) -> None:
 
 
 def _run_lanes(
-    config: Config, world: World, stop_request: StopRequest, reporter: Reporter, logs: Path, resume_from: Path | None
+    config: Config,
+    world: World,
+    memory: Memory,
+    stop_request: StopRequest,
+    reporter: Reporter,
+    logs: Path,
+    resume_from: Path | None,
 ) -> str:
     """Build everything, run the lanes until they end; `completed` or `stopped`."""
-    runtime, algo = config.runtime, config.algo
-    reporter.phase(
-        f"starting simulators of {config.env.name}: {runtime.num_envs} a rank, "
-        f"in {runtime.num_workers} worker process{'es' * (runtime.num_workers > 1)}"
-    )
-    pool = open_simulators(
-        config, world.device, logs=logs, title=f"dvla:r{world.rank}", videos=config.run.folder / "videos"
-    )
-    with pool:
-        spec = pool.spec()
-        require_same(world, "environment", repr(spec))
+    runtime, algo, roles, rank = config.runtime, config.algo, world.roles, world.rank
+    samples, infers, trains = (rank in getattr(roles, role) for role in ROLES)
+    with contextlib.ExitStack() as closing:
+        pool = None
+        if samples:
+            reporter.phase(
+                f"starting simulators of {config.env.name}: {runtime.num_envs} a rank, "
+                f"in {runtime.num_workers} worker process{'es' * (runtime.num_workers > 1)}"
+            )
+            videos = config.run.folder / "videos"
+            pool = open_simulators(
+                config, world.device, logs=logs, title=f"dvla:r{rank}", videos=videos, memory=memory.environment
+            )
+            closing.enter_context(pool)
+        spec = _agree_on_spec(world, pool, reporter)
 
         origin = config.model.checkpoint or config.model.preset
         reporter.phase(f"building {config.model.name} ({origin})")
@@ -176,139 +207,257 @@ def _run_lanes(
         dtype = COMPUTE_DTYPE[runtime.precision]
         manifest = make_manifest(policy, dtype)
         require_same(world, "layout of the weights", str(manifest.digest()))
-        replica = Replica(source.replica(world.device, dtype), manifest, world.device)
-        if runtime.compile_inference:
-            from dvla.models.compute_options import compile_layers  # imports transformers, which not every model needs
-
-            compile_layers(replica.policy)
-        num_states = states_of_tasks(spec, config.evaluation.episodes_per_task)
-        tickets = evaluation_tickets(spec, config.evaluation, rank=world.rank, world_size=world.world_size)
-        num_slots = config.slots_per_rank(world.world_size)
-        num_evaluation_slots = min(runtime.num_envs, len(tickets)) if config.run.eval_every else 0
-        data = make_data_plane(
-            config, spec, policy.record_spec, pool, world.device, num_slots=num_slots + num_evaluation_slots
-        )
-        if source.load is None:
-            policy = policy.to(world.device)
-        learner = Learner(policy, world, algo, runtime, frozen=source.frozen, load=source.load)
-        host = HostBuffers(manifest, world.node_pg, world.device)
-        writer = ShardWriter(manifest, learner.parameters(), host, world.device)
-
-        book = _make_book(config, world, num_tasks=len(spec.instructions))
-        policy_version, saved_version = 0, None
-        if resume_from:
-            policy_version, saved_version = _resume(config, world, resume_from, learner, book, reporter)
+        if world.is_main:
+            _show_placement(config, world, manifest, reporter)
 
         stop = StopFlag()
-        meet = MeetingPoints.create(
-            num_envs=runtime.num_envs,
-            num_slots=num_slots,
-            stop=stop,
-            timeout_s=runtime.wait_timeout_s,
-            num_evaluation_episodes=len(tickets),
+        is_shared = not isinstance(pool, BatchPool) or config.placement.name is not Placement.colocated
+        shares = SlotShares(
+            training=config.slots_per_sampler(world.num_learners, world.num_samplers),
+            evaluation=runtime.num_envs if config.run.eval_every else 0,
+            num_samplers=len(roles.sampling) if is_shared else 1,
+            sampler=roles.sampling.index(rank) if samples and is_shared else 0,
         )
-        slots = SlotTensors(data.tensors, world.device)
-
-        tracer = Tracer(world.rank, config.telemetry.trace)
+        layout = plan_slots(config, spec, policy.record_spec, shares.total)
+        own_bytes = layout_bytes(layout) // shares.num_samplers if samples else 0
+        with memory.environment(own_bytes):
+            node = join_node(world, layout, pool, stop, is_shared=is_shared, timeout_s=runtime.wait_timeout_s)
+        slots = SlotTensors(node.data.tensors, world.device)
+        meet = MeetingPoints.create(stop=stop, timeout_s=runtime.wait_timeout_s)
+        tracer = Tracer(rank, config.telemetry.trace)
         clocks = {name: LaneClock() for name in LANES}
-        sampling = SamplingLane(
-            pool=pool,
-            sources=[
-                EvaluationEpisodes(
-                    tickets, slots=data.arrays, free=range(num_slots, num_slots + num_evaluation_slots), meet=meet
-                ),
-                TrainingGroups(
-                    slots=data.arrays,
-                    book=book,
-                    meet=meet,
-                    group_size=algo.group_size,
-                    update_epochs=algo.update_epochs,
-                ),
-            ],
-            meet=meet,
-            stop=stop,
-            num_envs=runtime.num_envs,
-            max_worker_failures=runtime.max_worker_failures,
-            wait_timeout_s=runtime.wait_timeout_s,
-            clock=clocks["sampling"],
-            tracer=tracer.for_lane("sampling"),
-        )
-        inference = InferenceLane(
-            replica=replica,
-            host=host,
-            slots=slots,
-            pool=pool,
-            meet=meet,
-            stop=stop,
-            device=world.device,
-            seed=config.seed,
-            max_batch=runtime.max_batch,
-            max_wait_s=runtime.max_wait_s,
-            verify_weights=runtime.verify_weights,
-            cuda_graphs=runtime.cuda_graphs,
-            clock=clocks["inference"],
-            tracer=tracer.for_lane("inference"),
-        )
-        param_dist = ParamDistLane(
-            meet=meet,
-            stop=stop,
-            exchange=WeightExchange(world, manifest, writer.extents, host.buffers),
-            clock=clocks["param_dist"],
-            tracer=tracer.for_lane("param_dist"),
-        )
-        grpo = GrpoLane(
-            config=config,
-            world=world,
-            learner=learner,
-            manifest=manifest,
-            writer=writer,
-            slots=slots,
-            book=book,
-            meet=meet,
-            stop=stop,
-            stop_request=stop_request,
-            policy_version=policy_version,
-            saved_version=saved_version,
-            on_step=reporter.step,
-            on_evaluation=reporter.evaluation,
-            evaluated_states=num_states,
-            num_own_episodes=len(tickets),
-            owes_final_evaluation=bool(config.run.eval_every) and not reporter.is_evaluated(algo.num_steps),
-            save=_saver(config, world, spec, learner, reporter),
-            clock=clocks["grpo"],
-            tracer=tracer.for_lane("grpo"),
-        )
+        lanes: dict[str, Lane] = {}
+
+        host = None
+        if trains or infers:
+            num_bytes = num_host_buffers(world.device) * manifest.num_bytes
+            memory.claim(Pool.model, "the weight plane's host buffers", num_bytes // len(roles.with_weights))
+            host = HostBuffers(manifest, world.weights_pg, world.device)
+        if infers:
+            replica = Replica(source.replica(world.device, dtype), manifest, world.device)
+            if runtime.compile_inference:
+                from dvla.models.compute_options import (
+                    compile_layers,
+                )  # imports transformers, which not all models need
+
+                compile_layers(replica.policy)
+            lanes["inference"] = InferenceLane(
+                rank=rank,
+                replica=replica,
+                host=host,
+                slots=slots,
+                pool=pool,
+                samplers=node.askers if node.askers.peers else None,
+                meet=meet,
+                stop=stop,
+                device=world.device,
+                seed=config.seed,
+                num_envs=runtime.num_envs * len(roles.samplers_of(rank)),
+                stages=config.placement.stages,
+                runtime=runtime,
+                balances=config.balances,
+                group_size=algo.group_size,
+                clock=clocks["inference"],
+                tracer=tracer.for_lane("inference"),
+            )
+        if pool is not None:
+            lanes["sampling"] = _make_sampling(
+                config, world, spec, pool, node, shares, meet, stop, clocks["sampling"], tracer
+            )
+        learner, extents = None, []
+        if trains and host is not None:
+            if source.load is None:
+                policy = policy.to(world.device)
+            learner = Learner(policy, world, algo, runtime, frozen=source.frozen, load=source.load)
+            writer = ShardWriter(manifest, learner.parameters(), host, world.device)
+            extents = writer.extents
+        exchange = WeightExchange(world, manifest, extents, host.buffers if host else [])
+        sync_seconds: list[float] = []
+        if host is not None:
+            lanes["param_dist"] = ParamDistLane(
+                meet=meet,
+                stop=stop,
+                exchange=exchange,
+                trains=trains,
+                infers=infers,
+                peers=node.weights,
+                sync_seconds=sync_seconds,
+                clock=clocks["param_dist"],
+                tracer=tracer.for_lane("param_dist"),
+            )
+        policy_version, book = 0, None
+        if learner is not None:
+            book = _make_book(config, world, num_tasks=len(spec.instructions))
+            saved_version = None
+            if resume_from:
+                policy_version, saved_version = _resume(config, world, resume_from, learner, book, reporter)
+            homes = [sampler for sampler in roles.sampling if roles.home_of(sampler) == rank]
+            lanes["grpo"] = GrpoLane(
+                config=config,
+                world=world,
+                learner=learner,
+                manifest=manifest,
+                writer=writer,
+                slots=slots,
+                book=book,
+                samplers=node.samplers,
+                count_restarts=lambda: sum(node.board.restarts(world.local(sampler)) for sampler in homes),
+                groups_of_samplers=partial(node.board.groups, [world.local(sampler) for sampler in roles.sampling]),
+                can_move=_can_move(config, world, shares, is_shared=is_shared),
+                meet=meet,
+                stop=stop,
+                stop_request=stop_request,
+                policy_version=policy_version,
+                saved_version=saved_version,
+                on_step=reporter.step,
+                on_evaluation=reporter.evaluation,
+                evaluated_states=states_of_tasks(spec, config.evaluation.episodes_per_task),
+                num_own_episodes=sum(len(_evaluation_tickets(config, world, spec, sampler)) for sampler in homes),
+                owes_final_evaluation=bool(config.run.eval_every) and not reporter.is_evaluated(algo.num_steps),
+                save=_saver(config, world, spec, learner, reporter),
+                clock=clocks["grpo"],
+                tracer=tracer.for_lane("grpo"),
+            )
+
+        for clock in clocks.values():
+            clock.start(busy=runtime.schedule is Schedule.overlapped)
         reporter.training_starts(
-            clocks=clocks,
-            sync_seconds=param_dist.sync_seconds,
+            lane_uses=lambda: {n: clocks[n].total() if n in lanes else node.board.use(n) for n in LANES},
+            sync_seconds=sync_seconds,
             weight_bytes=manifest.num_bytes,
-            num_slots=num_slots,
-            num_free_slots=lambda: len(meet.slots_free),
+            num_slots=shares.training * len(roles.sampling),
+            num_free_slots=node.board.free_slots,
             policy_version=policy_version,
+            memory_usage=node.board.memory,
         )
         finish_copies(world.device)  # the lanes have streams of their own
+        rank_lanes = RankLanes(lanes, node, meet, stop, world, memory.usage)
         try:
             if runtime.schedule is Schedule.serial:
-                _run_serial(grpo, param_dist, inference, sampling)
+                rank_lanes.run_serial()
             else:
-                _run_overlapped([sampling, inference, grpo, param_dist], meet, stop)
+                rank_lanes.run_overlapped(stop_request)
         finally:
-            reporter.training_ends(groups_lost=book.num_open())
+            for clock in clocks.values():
+                clock.stop()
+            reporter.training_ends(groups_lost=book.num_open() if book else 0)
             if config.telemetry.trace:
-                tracer.write(config.run.folder / "traces" / f"rank{world.rank:05d}.json")
-            host.close()
-            data.close()
-        assert grpo.outcome is not None
-        return grpo.outcome
+                tracer.write(config.run.folder / "traces" / f"rank{rank:05d}.json")
+            if host:
+                host.close()
+            if rank_lanes.ended_well:  # else the peers are to notice
+                node.close()
+        return rank_lanes.outcome()
+
+
+def _agree_on_spec(world: World, pool: WorkerPool | BatchPool | None, reporter: Reporter) -> EnvSpec:
+    """What the environments are, on ranks that have none, too.
+
+    Raises:
+        ConfigError: They differ between ranks.
+    """
+    if pool is None:
+        reporter.phase("waiting for the simulators of the sampling ranks")
+    specs: list[EnvSpec | None] = [None] * world.world_size
+    dist.all_gather_object(specs, pool.spec() if pool else None, group=world.control_pg)
+    first = specs[world.main_sampler]
+    different = [rank for rank, spec in enumerate(specs) if spec not in (None, first)]
+    if different:
+        raise ConfigError(
+            f"ranks {different} have another environment than rank {world.main_sampler}: start all with the same command"
+        )
+    assert first is not None
+    return first
+
+
+def _show_placement(config: Config, world: World, manifest: Manifest, reporter: Reporter) -> None:
+    gradient_bytes = (
+        sum(math.prod(entry.shape) for entry in manifest.entries) * 4 * 2 * (world.num_nodes - 1) // world.num_nodes
+    )
+    lines = describe_placement(
+        place(config.placement, world.local_world_size),
+        name=config.placement.name.name,
+        num_nodes=world.num_nodes,
+        local_world_size=world.local_world_size,
+        weight_bytes=manifest.num_bytes,
+        gradient_bytes=gradient_bytes,
+    )
+    reporter.say(lines)
+
+
+def _evaluation_tickets(config: Config, world: World, spec: EnvSpec, sampler: int) -> list[Ticket]:
+    """What the sampling rank `sampler`, of this node, plays in an evaluation round."""
+    if not config.run.eval_every:
+        return []
+    number = world.sampler(sampler)
+    return evaluation_tickets(spec, config.evaluation, sampler=number, num_samplers=world.num_samplers)
+
+
+def _make_sampling(
+    config: Config,
+    world: World,
+    spec: EnvSpec,
+    pool: WorkerPool | BatchPool,
+    node: Node,
+    shares: SlotShares,
+    meet: MeetingPoints,
+    stop: StopFlag,
+    clock: LaneClock,
+    tracer: Tracer,
+) -> SamplingLane:
+    rank, roles, runtime, local_rank = world.rank, world.roles, config.runtime, world.local_rank
+    keeps_groups = runtime.apply_weights is WeightApplication.between_groups
+    home, inferrer = roles.home_of(rank), roles.inference_of(rank)
+    can_move = _can_move(config, world, shares, is_shared=shares.num_samplers == len(roles.sampling))
+    return SamplingLane(
+        pool=pool,
+        sources=[
+            EvaluationEpisodes(
+                _evaluation_tickets(config, world, spec, rank),
+                free=shares.for_evaluation(),
+                learners=node.learners,
+                home=home,
+            ),
+            TrainingGroups(
+                slots=node.data.arrays,
+                free=shares.for_training(),
+                seed=config.seed,
+                group_size=config.algo.group_size,
+                learners=node.learners,
+                sharing=roles.training if can_move else roles.learners_of(rank),
+                note_free=partial(node.board.note_free_slots, local_rank),
+                note_pace=partial(node.board.note_groups, local_rank),
+                note_end=meet.group_ends.put if keeps_groups else lambda _group: None,
+            ),
+        ],
+        stages=Stages(config.placement.stages),
+        learners=node.learners,
+        home=home,
+        inferrer=inferrer,
+        ask=meet.requests.put if inferrer == rank else node.inferrer.send,
+        replies=None if inferrer == rank else node.inferrer,
+        stop=stop,
+        num_envs=runtime.num_envs,
+        limit=EnvLimit(runtime.num_workers if config.balances else runtime.num_envs, runtime.num_envs),
+        max_worker_failures=runtime.max_worker_failures,
+        wait_timeout_s=runtime.wait_timeout_s,
+        note_restart=partial(node.board.count_restart, local_rank),
+        clock=clock,
+        tracer=tracer.for_lane("sampling"),
+    )
+
+
+def _can_move(config: Config, world: World, shares: SlotShares, *, is_shared: bool) -> bool:
+    """Whether any rank of the node may sample for any other: each has room for a group of every training rank."""
+    return config.moves_groups and is_shared and shares.training >= len(world.roles.training) * config.algo.group_size
 
 
 def _make_book(config: Config, world: World, *, num_tasks: int) -> TicketBook:
     return TicketBook(
         seed=config.seed,
-        rank=world.rank,
-        world_size=world.world_size,
-        group_size=config.algo.group_size,
-        groups_per_batch=config.groups_per_rank(world.world_size),
+        learner=world.learner,
+        num_learners=world.num_learners,
+        groups_per_batch=config.groups_per_learner(world.num_learners),
         max_staleness=config.algo.max_staleness,
         num_tasks=num_tasks,
         num_batches=config.num_batches,
@@ -325,7 +474,7 @@ def _resume(
         Its policy version, and the same again if this run has it as a checkpoint of its own, else None.
     """
     reporter.phase(f"resuming from {folder}")
-    checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, group=world.control_pg)
+    checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, group=world.learners_pg)
     state = checkpoint.read_train_state(folder)
     version: int = state["policy_version"]
     book.restore(**_cursor(state["cursors"], world), batches_done=version // config.algo.update_epochs)
@@ -341,8 +490,8 @@ def _saver(
     """What the grpo lane calls to save version `policy_version`, from which the rank's groups go on at `cursor`."""
 
     def save(policy_version: int, cursor: dict[str, Any]) -> None:
-        cursors: list[dict[str, Any]] = [{}] * world.world_size
-        dist.all_gather_object(cursors, cursor, group=world.control_pg)
+        cursors: list[dict[str, Any]] = [{}] * world.num_learners
+        dist.all_gather_object(cursors, cursor, group=world.learners_pg)
         checkpoint.save(
             config.checkpoints,
             policy_version=policy_version,
@@ -356,62 +505,15 @@ def _saver(
                 "policy": _policy_identity(config),
             },
             keep=config.run.keep_checkpoints,
-            group=world.control_pg,
+            group=world.learners_pg,
         )
 
     return save
 
 
 def _cursor(saved: list[dict[str, Any]], world: World) -> dict[str, Any]:
-    """Where this rank's groups go on: where they were, or past all of them when the number of ranks changed."""
-    if len(saved) == world.world_size:
-        return saved[world.rank]
-    return saved[0] | {"next_group": max(cursor["next_group"] for cursor in saved) + world.rank}
-
-
-def _run_overlapped(lanes: list[Lane], meet: MeetingPoints, stop: StopFlag) -> None:
-    """Run every lane on a thread of its own until grpo ends or one fails.
-
-    Raises:
-        Exception: The first error of any lane.
-    """
-    errors = ErrorBoard(stop)
-    threads = {lane.name: lane.start(errors) for lane in lanes}
-    while threads["grpo"].is_alive() and not stop.is_set():
-        threads["grpo"].join(0.5)
-    if errors.first is None:
-        meet.published.put(None)  # lets the exchange under way, in which other ranks take part, come to its end
-        threads["param_dist"].join()
-    stop.set()
-    deadline = time.monotonic() + _JOIN_S
-    for name in ("grpo", "param_dist", "inference", "sampling"):
-        threads[name].join(max(0.0, deadline - time.monotonic()))
-    if errors.first is not None:
-        lane, error = errors.first
-        error.add_note(f"in lane {lane}")
-        raise error
-
-
-def _run_serial(grpo: GrpoLane, param_dist: ParamDistLane, inference: InferenceLane, sampling: SamplingLane) -> None:
-    """Run the lanes in turn on this thread, each on everything there is, in a fixed order: reproducible to the bit."""
-
-    def distribute() -> None:
-        with grpo.clock.waiting():
-            with param_dist.clock.busy():
-                param_dist.step()
-            with inference.clock.busy():
-                inference.apply_arrived()
-
-    def sample(semaphore: Semaphore, seconds: float) -> bool:
-        with grpo.clock.waiting():
-            with sampling.clock.busy():
-                sampling.step_together()
-            with inference.clock.busy():
-                inference.step_all()
-        return True
-
-    grpo.after_publish = distribute
-    grpo.wait_for = sample
-    with contextlib.suppress(Stopped), grpo.clock.busy():
-        while True:
-            grpo.step()
+    """Where this learner's groups go on: where they were, or past all of them when the number of learners changed."""
+    if len(saved) == world.num_learners:
+        return saved[world.learner]
+    beyond = max(cursor["next_group"] for cursor in saved) // world.num_learners + 1
+    return saved[0] | {"next_group": beyond * world.num_learners + world.learner}

@@ -28,11 +28,13 @@ def connect(world, how, plan, stop):
     """This rank's transport, its slot arrays and the slots it may fill."""
     if how == "shared":
         fields = layout(SLOTS * len(plan.senders))
-        pairs = [(link.sender, link.receiver) for link in plan.links()]
-        memory, links = connect_node(world.control_pg, pairs, layout_bytes(fields), LIMIT_S)
+        pairs = [("groups", link.sender, link.receiver) for link in plan.links()]
+        links = connect_node(world.control_pg, pairs, layout_bytes(fields), LIMIT_S)
+        os.close(links.descriptor)
+        ends = links.first.get("groups", []) + links.second.get("groups", [])
         own = plan.senders.index(world.rank) if world.rank in plan.senders else 0
         free = list(range(SLOTS * own, SLOTS * (own + 1)))
-        return SharedTransport(world.rank, links, stop, LIMIT_S), slot_arrays(memory, fields), free
+        return SharedTransport(world.rank, ends, stop, LIMIT_S), slot_arrays(links.memory, fields), free
     groups = open_groups(plan, "gloo", LIMIT_S)
     landing = Channel("landing", SLOTS, stop, LIMIT_S)
     for slot in range(SLOTS):
@@ -51,16 +53,16 @@ def episode(group, member):
 
 
 def send_groups(transport, arrays, free, plan, rank, num_groups, stop):
-    """Send this rank's groups as fast as slots allow, until all slots are back; groups dropped by the receivers."""
-    slots, dropped = set(free), []
+    """Send this rank's groups as fast as slots allow, until all slots are back; orders of the receivers."""
+    slots, orders = set(free), []
 
     def take():
         parcel = receive_within(transport, stop, LIMIT_S, "slots")
         if parcel.kind is Kind.freed:
             free.extend(parcel.slots)
         else:
-            assert parcel.kind is Kind.dropped
-            dropped.append(parcel.id)
+            assert (parcel.kind, parcel.slots, parcel.task) == (Kind.order, (), parcel.id % 5)
+            orders.append(parcel.id)
 
     mine = [group for group in range(num_groups) if plan.sender_of(group) == rank]
     for group in mine:
@@ -73,10 +75,11 @@ def send_groups(transport, arrays, free, plan, rank, num_groups, stop):
         transport.send(
             Parcel(Kind.group, plan.receiver_of(group), members, id=group, task=group % 5, version=group // 3)
         )
-    while len(free) < SLOTS or len(dropped) < sum(group % 3 == 0 for group in mine):
+    while len(free) < SLOTS or len(orders) < sum(group % 3 == 0 for group in mine):
         take()
     assert set(free) == slots
-    return dropped
+    assert sorted(orders) == [group for group in mine if group % 3 == 0]
+    return orders
 
 
 def receive_groups(transport, arrays, plan, rank, num_groups, stop):
@@ -104,7 +107,7 @@ def check_and_free(transport, arrays, group, expected):
         fill_episode(expected, 0, seed=seed, length=length)
         assert same_episode(expected, 0, arrays, slot), (group, member)
     if group.id % 3 == 0:
-        transport.send(group.answer(Kind.dropped))
+        transport.send(Parcel(Kind.order, group.peer, id=group.id, task=group.task, version=group.version))
     transport.free(group)
 
 
@@ -175,11 +178,14 @@ def exchange_decisions(world, how):
         for decision in range(3):
             for env, slot in enumerate(free):
                 decide(expected, slot, decision)
-                transport.send(Parcel(Kind.request, 2, (slot,), id=env, decision=decision))
+                transport.send(
+                    Parcel(Kind.request, 2, (slot,), id=env, decision=decision, generation=env + 3, stage=env % 2)
+                )
             for _ in free:
                 reply = receive_within(transport, stop, LIMIT_S, "actions")
                 assert (reply.kind, reply.decision) == (Kind.reply, decision)
                 assert reply.slots == (free[reply.id],)
+                assert (reply.generation, reply.stage) == (reply.id + 3, reply.id % 2)
         for name in arrays:
             assert np.array_equal(arrays[name][free], expected[name][free]), name
     dist.barrier(world.control_pg)
@@ -264,7 +270,7 @@ def never_come(world):
         dist.barrier(world.control_pg)
         return ""
     with pytest.raises(TransportError) as caught:
-        connect_node(world.control_pg, [(0, 1)], 4096, timeout_s=0.2)
+        connect_node(world.control_pg, [("groups", 0, 1)], 4096, timeout_s=0.2)
     dist.barrier(world.control_pg)
     return str(caught.value)
 

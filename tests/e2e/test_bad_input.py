@@ -54,7 +54,9 @@ def test_an_unknown_key_is_named(tmp_path):
 def test_a_batch_that_does_not_divide_among_the_ranks(tmp_path):
     run = train(tmp_path, *QUICK, "algo.groups_per_step=3")
     assert run.code != 0
-    assert any("algo.groups_per_step=3 must be a multiple of the number of ranks (2)" in x for x in error_lines(run))
+    assert any(
+        "algo.groups_per_step=3 must be a multiple of the number of training ranks (2)" in x for x in error_lines(run)
+    )
     assert not list(tmp_path.rglob("*-w0.log"))
 
 

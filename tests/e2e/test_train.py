@@ -15,7 +15,7 @@ from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wai
 
 pytestmark = pytest.mark.e2e
 
-TIMES = ("time/", "perf/", "lane/", "plane/")
+TIMES = ("time/", "perf/", "lane/", "plane/", "memory/")  # of the machine, not of the training
 
 
 def without_times(metrics):

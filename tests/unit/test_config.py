@@ -24,8 +24,9 @@ def test_importing_the_config_imports_no_torch():
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_file_composes_and_is_valid(path):
-    config = load(composed(f"{path.parent.name}={path.stem}"))
-    config.slots_per_rank(2)
+    given = [f"placement.{role}=[0]" for role in ("sampling", "inference", "training") if path.stem == "custom"]
+    config = load(composed(f"{path.parent.name}={path.stem}", *given))
+    config.slots_per_sampler(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +59,36 @@ def test_what_cannot_work_is_refused_by_key(override, words):
 
 def test_a_batch_that_does_not_divide_names_key_and_ranks():
     config = Config(algo=AlgoConfig(groups_per_step=7))
-    with pytest.raises(ConfigError, match=r"algo.groups_per_step=7 must be a multiple of the number of ranks \(2\)"):
-        config.slots_per_rank(2)
+    with pytest.raises(
+        ConfigError, match=r"algo.groups_per_step=7 must be a multiple of the number of training ranks \(2\)"
+    ):
+        config.slots_per_sampler(2, 2)
 
 
 def test_slots_hold_the_staleness_window():
     algo = AlgoConfig(groups_per_step=8, group_size=4, max_staleness=2)
-    assert Config(algo=algo).slots_per_rank(2) == 3 * 4 * 4
-    assert Config(algo=algo, runtime=RuntimeConfig(num_slots=5)).slots_per_rank(2) == 5
-    assert Config(algo=algo, runtime=RuntimeConfig(num_slots=500)).slots_per_rank(2) == 48
+    fixed = RuntimeConfig(balance=False)
+    assert Config(algo=algo, runtime=fixed).slots_per_sampler(2, 2) == 3 * 4 * 4
+    assert Config(algo=algo, runtime=fixed).slots_per_sampler(2, 1) == 2 * 3 * 4 * 4
+    assert Config(algo=algo, runtime=fixed).slots_per_sampler(1, 3) == 3 * 8 // 3 * 4
+    assert Config(algo=algo, runtime=RuntimeConfig(num_slots=5)).slots_per_sampler(2, 2) == 5
+    assert Config(algo=algo, runtime=RuntimeConfig(num_slots=500, balance=False)).slots_per_sampler(2, 2) == 48
+
+
+def test_a_rank_that_may_take_groups_of_others_has_room_for_them():
+    algo = AlgoConfig(groups_per_step=8, group_size=4, max_staleness=2)
+    assert Config(algo=algo).slots_per_sampler(2, 2) == 3 * 4 * 4 * 3 // 2
+    assert Config(algo=algo).slots_per_sampler(2, 1) == 2 * 3 * 4 * 4
+    assert Config(algo=algo, runtime=RuntimeConfig(num_slots=500)).slots_per_sampler(2, 2) == 72
+
+
+def test_a_batch_with_several_epochs_fits_its_slots():
     epochs = Config(
         algo=AlgoConfig(groups_per_step=8, group_size=4, update_epochs=2, num_steps=4),
         runtime=RuntimeConfig(num_slots=5),
     )
     with pytest.raises(ConfigError, match="at least 16"):
-        epochs.slots_per_rank(2)
+        epochs.slots_per_sampler(2, 2)
 
 
 def test_the_hash_changes_with_any_value_and_nothing_else():

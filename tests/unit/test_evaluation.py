@@ -42,13 +42,15 @@ def make_spec(num_tasks, listed=()):
 
 @given(
     listed=st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    world_size=st.integers(1, 5),
+    num_samplers=st.integers(1, 5),
     has_list=st.booleans(),
 )
-def test_the_shares_of_all_ranks_are_disjoint_and_complete(listed, world_size, has_list):
+def test_the_shares_of_all_ranks_are_disjoint_and_complete(listed, num_samplers, has_list):
     spec = make_spec(len(listed), tuple(listed) if has_list else ())
     config = EvaluationConfig(episodes_per_task=None if has_list else 4, seed=100, videos_per_task=2)
-    shares = [evaluation_tickets(spec, config, rank=rank, world_size=world_size) for rank in range(world_size)]
+    shares = [
+        evaluation_tickets(spec, config, sampler=number, num_samplers=num_samplers) for number in range(num_samplers)
+    ]
     tickets = [ticket for share in shares for ticket in share]
     counts, first = (listed, 0) if has_list else ([4] * len(listed), 100)
     wanted = {(task, first + state) for task, count in enumerate(counts) for state in range(count)}
@@ -56,7 +58,7 @@ def test_the_shares_of_all_ranks_are_disjoint_and_complete(listed, world_size, h
     assert {(ticket.task, ticket.seed) for ticket in tickets} == wanted
     assert len({ticket.id for ticket in tickets}) == len(tickets)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    alone = evaluation_tickets(spec, config, rank=0, world_size=1)
+    alone = evaluation_tickets(spec, config, sampler=0, num_samplers=1)
     assert sorted(tickets, key=lambda ticket: ticket.id) == sorted(alone, key=lambda ticket: ticket.id)
     assert sum(ticket.film is not None for ticket in tickets) == sum(min(2, count) for count in counts)
 

@@ -18,7 +18,7 @@ from dvla.envs.errors import EnvironmentSetupError, SimulationError
 from dvla.envs.light_meshes import light_mesh
 from dvla.envs.maniskill import ManiSkillEnv
 from dvla.envs.maniskill_batch import ManiSkillBatchEnv, action_ranges
-from dvla.envs.maniskill_setup import equal_scenes, limits_in_batches
+from dvla.envs.maniskill_setup import SimulatorOptions, buffer_sizes, equal_scenes, explained, limits_in_batches
 from dvla.envs.protocol import Environment
 
 
@@ -435,6 +435,37 @@ def test_a_missing_physx_library_and_a_wrong_buffer_are_named(make, monkeypatch,
     library.touch()
     with pytest.raises(EnvironmentSetupError, match=r"gpu_memory has no 'contacts': choose from .*max_rigid_contact"):
         make(sim_backend="gpu", gpu_memory={"contacts": 1})
+
+
+def buffers_of(task, num_envs):
+    import mani_skill.envs  # noqa: F401 - registers the tasks
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    return buffer_sizes(REGISTERED_ENVS[task].cls, num_envs)
+
+
+def test_physx_s_buffers_grow_with_the_environments_and_are_never_below_the_task_s_own():
+    own = buffers_of("PushCube-v1", 1)
+    assert own == buffers_of("PushCube-v1", 1024)
+    assert (own["max_rigid_contact_count"], own["heap_capacity"]) == (2**19, 2**26)
+    many = buffers_of("PushCube-v1", 4000)
+    assert (many["max_rigid_contact_count"], many["max_rigid_patch_count"]) == (2**21, 2**20)
+    assert (many["heap_capacity"], many["collision_stack_size"]) == (2**28, 2**24)
+    assert many["found_lost_pairs_capacity"] == own["found_lost_pairs_capacity"] == 2**25
+
+
+def test_tasks_that_count_their_contacts_themselves_are_left_to_it():
+    task = "RotateSingleObjectInHandLevel0-v1"
+    assert buffers_of(task, 64)["max_rigid_contact_count"] == 64 * 1024 * 8
+    assert buffers_of(task, 4096)["max_rigid_contact_count"] == 4096 * 4096 * 8
+    assert buffers_of(task, 2**15)["max_rigid_contact_count"] == 2**32 - 1
+
+
+def test_a_gpu_without_memory_is_not_taken_for_one_without_a_driver():
+    error = RuntimeError("vk::Device::allocateMemoryUnique: ErrorOutOfDeviceMemory")
+    with pytest.raises(RuntimeError, match="ErrorOutOfDeviceMemory") as raised, explained(SimulatorOptions()):
+        raise error
+    assert raised.value is error
 
 
 def test_one_environment_is_all_there_is_on_a_cpu():

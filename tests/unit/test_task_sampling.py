@@ -40,9 +40,8 @@ def test_the_book_remembers_how_tasks_went_and_takes_it_along():
     def book():
         return TicketBook(
             seed=1,
-            rank=0,
-            world_size=1,
-            group_size=2,
+            learner=0,
+            num_learners=1,
             groups_per_batch=500,
             max_staleness=0,
             num_tasks=2,
@@ -56,14 +55,14 @@ def test_the_book_remembers_how_tasks_went_and_takes_it_along():
     second = book()
     second.restore(**first.cursor(), batches_done=0)
     for one in (first, second):
-        tasks = [one.start_group(0)[0].task for _ in range(400)]
+        tasks = [one.start_group(0)[1] for _ in range(400)]
         assert tasks.count(0) > 320  # 10 of 11
 
 
 def test_another_number_of_tasks_forgets_how_the_old_ones_went():
     book = TicketBook(
-        seed=1, rank=0, world_size=1, group_size=2, groups_per_batch=9, max_staleness=0, num_tasks=2, num_batches=9
+        seed=1, learner=0, num_learners=1, groups_per_batch=9, max_staleness=0, num_tasks=2, num_batches=9
     )
     book.restore(next_group=4, success=[0.5] * 9, batches_done=0)
-    assert {book.start_group(0)[0].task for _ in range(9)} == {0, 1}
+    assert {book.start_group(0)[1] for _ in range(9)} == {0, 1}
     assert book.cursor()["success"] == [0.0, 0.0]

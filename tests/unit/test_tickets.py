@@ -3,12 +3,11 @@ import pytest
 from dvla.planes.tickets import TicketBook, make_tickets
 
 
-def make_book(rank=0, world_size=1, **changes):
+def make_book(learner=0, num_learners=1, **changes):
     settings = {
         "seed": 3,
-        "rank": rank,
-        "world_size": world_size,
-        "group_size": 4,
+        "learner": learner,
+        "num_learners": num_learners,
         "groups_per_batch": 2,
         "max_staleness": 1,
         "num_tasks": 5,
@@ -19,28 +18,34 @@ def make_book(rank=0, world_size=1, **changes):
 
 def start_all(book, version):
     groups = []
-    while tickets := book.start_group(version):
-        groups.append(tickets)
+    while (group := book.start_group(version)) is not None:
+        groups.append(group)
     return groups
 
 
 def test_members_share_task_and_initial_state_and_nothing_else():
-    tickets = make_tickets(3, 17, 4, [0.0] * 5)
-    assert len({(t.group, t.task, t.seed) for t in tickets}) == 1
+    tickets = make_tickets(3, 17, 4, 2, 6)
+    assert {(t.group, t.task, t.version) for t in tickets} == {(17, 2, 6)}
+    assert len({t.seed for t in tickets}) == 1
     assert [t.id for t in tickets] == [68, 69, 70, 71]
     assert [t.member for t in tickets] == [0, 1, 2, 3]
 
 
 def test_tasks_and_states_depend_on_seed_and_group_alone():
-    assert make_tickets(3, 17, 4, [0.0] * 5)[0].seed == make_tickets(3, 17, 8, [0.0] * 5)[0].seed
-    seeds = {make_tickets(seed, group, 4, [0.0] * 5)[0].seed for seed in range(5) for group in range(50)}
+    assert make_tickets(3, 17, 4, 1, 0)[0].seed == make_tickets(3, 17, 8, 2, 5)[0].seed
+    seeds = {make_tickets(seed, group, 4, 0, 0)[0].seed for seed in range(5) for group in range(50)}
     assert len(seeds) == 250
-    tasks = [make_tickets(3, group, 4, [0.0] * 5)[0].task for group in range(200)]
+    groups = start_all(make_book(groups_per_batch=100), 0)
+    assert [group for group, _ in groups] == list(range(200))
+    tasks = [task for _, task in groups]
     assert all(20 <= tasks.count(task) <= 60 for task in range(5))
+    of_one = start_all(make_book(1, 3, groups_per_batch=10), 4)
+    assert of_one == groups[1::3][:60]
+    assert [task for _, task in start_all(make_book(seed=4, groups_per_batch=100), 0)] != tasks
 
 
-def test_ranks_take_different_groups():
-    numbers = [tickets[0].group for rank in range(3) for tickets in start_all(make_book(rank, 3), 0)]
+def test_learners_take_different_groups():
+    numbers = [group for learner in range(3) for group, _ in start_all(make_book(learner, 3), 0)]
     assert sorted(numbers) == list(range(12))
 
 
@@ -81,7 +86,7 @@ def test_a_resumed_book_admits_no_burst():
     again.restore(**cursor, batches_done=6)
     groups = start_all(again, 6)
     assert len(groups) == 4
-    assert groups[0][0].group == cursor["next_group"]
+    assert groups[0][0] == cursor["next_group"]
 
 
 def test_taking_twice_is_an_error():

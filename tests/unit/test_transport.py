@@ -14,9 +14,9 @@ from transfers import fill_episode, make_arrays, same_episode
 
 from dvla.planes.collective_transport import slot_blocks
 from dvla.planes.semaphore import StopFlag, Stopped, WaitTimeoutError, wait_any
-from dvla.planes.shared_transport import Link, SharedTransport
+from dvla.planes.shared_transport import Link, SharedTransport, local_links
 from dvla.planes.transfer_plan import BROADCAST_RATIO, Pattern, make_plan
-from dvla.planes.transport import Kind, LocalTransport, Parcel, TransportError, receive_within
+from dvla.planes.transport import Kind, Parcel, TransportError, receive_within
 
 GROUP = Parcel(Kind.group, peer=1, slots=(4, 2, 9), id=7, task=3, version=5)
 
@@ -97,11 +97,11 @@ def socket_ends(stop, timeout_s=10.0):
     ]
 
 
-def channel_ends(stop, timeout_s=10.0):
-    return LocalTransport.pair("groups", 100, stop, timeout_s)
+def ends_in_one_rank(stop, timeout_s=10.0):
+    return [SharedTransport(1, [link], stop, timeout_s) for link in local_links(1, stop)]
 
 
-@pytest.fixture(params=[socket_ends, channel_ends])
+@pytest.fixture(params=[socket_ends, ends_in_one_rank])
 def ends(request):
     stop = StopFlag()
     return *request.param(stop), stop
@@ -111,7 +111,12 @@ def test_parcels_arrive_once_in_order_and_make_the_end_readable(ends):
     one, other, stop = ends
     assert other.receive() is None
     assert not wait_any([other], 0)
-    sent = [GROUP, Parcel(Kind.request, 1, (6,), id=2, decision=11, greedy=True), Parcel(Kind.group, 1, (), id=8)]
+    sent = [
+        GROUP,
+        Parcel(Kind.request, 1, (6,), id=2, version=2**40, decision=11, greedy=True, generation=3, stage=1),
+        Parcel(Kind.group, 1, (), id=8),
+        Parcel(Kind.published, 1, id=1, task=2**60 - 1, version=9),
+    ]
     for parcel in sent:
         one.send(parcel)
     received = [receive_within(other, stop, 10, "parcels") for _ in sent]
@@ -150,7 +155,17 @@ def test_a_peer_that_closes_is_heard_after_all_it_sent(ends):
     one.send(GROUP)
     one.close()
     assert [receive_within(other, stop, 10, "it").kind for _ in range(2)] == [Kind.group, Kind.left]
-    other.send(replace(GROUP, peer=0))  # without effect
+    other.send(replace(GROUP, peer=other.peers[0]))  # without effect
+    assert other.receive() is None
+
+
+def test_a_peer_that_closes_with_parcels_unread_is_heard_as_well(ends):
+    """The kernel reports such a socket as reset before it hands out what lies in it."""
+    one, other, stop = ends
+    other.send(GROUP if other.peers == [1] else replace(GROUP, peer=0))
+    one.send(GROUP)
+    one.close()
+    assert [receive_within(other, stop, 10, "it").kind for _ in range(2)] == [Kind.group, Kind.left]
     assert other.receive() is None
 
 
@@ -179,8 +194,9 @@ def test_a_peer_that_does_not_read_is_waited_for_in_bounds():
 def test_closing_returns_every_descriptor():
     stop = StopFlag()
     before = os.listdir("/proc/self/fd")
-    for end in socket_ends(stop):
+    for end in socket_ends(stop) + ends_in_one_rank(stop):
         end.close()
+    del end
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -210,4 +226,34 @@ def test_a_request_and_its_reply_carry_one_decision():
     answer = sum(arrays[name][0, 0].nbytes for name in ("actions", "logprobs", "behavior_version", "record.tokens"))
     assert sum(b.size for b in slot_blocks(arrays, Kind.request, (1,), [range(2, 3)])) == frame
     assert sum(b.size for b in slot_blocks(arrays, Kind.reply, (1,), [range(2, 3)])) == answer
-    assert slot_blocks(arrays, Kind.dropped, (1,), [range(2, 3)]) == []
+    assert slot_blocks(arrays, Kind.order, (1,), [range(2, 3)]) == []
+
+
+def test_an_outcome_carries_what_is_counted_and_no_picture():
+    arrays = make_arrays(2)
+    per_decision = ("executed_steps", "rewards", "behavior_version")
+    size = sum(arrays[name][0, :2].nbytes for name in per_decision)
+    size += sum(arrays[name][0].nbytes for name in ("num_decisions", "success"))
+    assert sum(block.size for block in slot_blocks(arrays, Kind.outcome, (1,), [range(2)])) == size
+
+
+def test_two_ends_that_send_more_than_sockets_hold_do_not_wait_for_each_other_for_ever():
+    stop, count = StopFlag(), 3000
+    ends = socket_ends(stop)
+    seen = {}
+
+    def work(end, peer):
+        first = end.receive()  # from here on this thread is the one that receives
+        seen[peer] = [] if first is None else [first.id]
+        for number in range(count):
+            end.send(Parcel(Kind.request, peer, (number,), id=number))
+        while len(seen[peer]) < count:
+            if (parcel := end.receive()) is not None:
+                seen[peer].append(parcel.id)
+
+    threads = [threading.Thread(target=work, args=(end, peer)) for end, peer in zip(ends, (1, 0), strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert seen == {1: list(range(count)), 0: list(range(count))}

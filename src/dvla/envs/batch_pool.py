@@ -112,14 +112,7 @@ class BatchPool:
         return self._env.spec
 
     def attach_tensors(self, slots: dict[str, Tensor]) -> None:
-        """Take the slot memory, as `batch_slots` makes it.
-
-        Raises:
-            ValueError: One of them lies elsewhere.
-        """
-        for name in ("images", "state", "actions"):
-            if slots[name].device != self._env.device:
-                raise ValueError(f"slots: {name} lies on {slots[name].device}, the simulator on {self._env.device}")
+        """Take the slot memory: as `batch_slots` makes it, or all of it on the host, where other ranks read it, too."""
         self._slots = slots
 
     def generation(self, env: int) -> int:
@@ -199,11 +192,12 @@ class BatchPool:
         left = [env.spec.max_episode_steps - episode.steps for episode in episodes]
         if self._actions_written is not None:
             torch.cuda.current_stream().wait_event(self._actions_written)
-        rows, of_slot, of_decision, limit = torch.tensor(
-            [acting, [episode.slot for episode in episodes], [episode.decision for episode in episodes], left],
-            device=env.device,
+        rows, limit = torch.tensor([acting, left], device=env.device)
+        of_slot, of_decision = torch.tensor(
+            [[episode.slot for episode in episodes], [episode.decision for episode in episodes]],
+            device=slots["actions"].device,
         )
-        chunk = slots["actions"][of_slot, of_decision]
+        chunk = slots["actions"][of_slot, of_decision].to(env.device)
         actions = chunk.new_zeros((env.num_envs, *chunk.shape[1:]))
         actions[rows] = chunk
         executed, rewards = torch.zeros_like(rows), torch.zeros(len(acting), dtype=torch.float64, device=env.device)
@@ -249,11 +243,11 @@ class BatchPool:
     def _observe(self, records: list[Record]) -> None:
         """Render once, and write the observations that `records` announce."""
         images, state = self._env.observe()
-        rows, slots, decisions = torch.tensor(
-            [(record.env, record.slot, record.decision) for record in records], device=self._env.device
-        ).unbind(1)
-        self._slots["images"][slots, decisions] = images[rows]
-        self._slots["state"][slots, decisions] = state[rows]
+        home = self._slots["images"].device
+        rows = torch.tensor([record.env for record in records], device=self._env.device)
+        slots, decisions = torch.tensor([(record.slot, record.decision) for record in records], device=home).unbind(1)
+        self._slots["images"][slots, decisions] = images[rows].to(home)
+        self._slots["state"][slots, decisions] = state[rows].to(home)
         # Reading the answer waits for the device: then the pictures are there for lanes with other streams, too.
         if not state[rows].isfinite().all():
             raise SimulationError(f"{self._env.spec.name}: a state is not finite; the simulation has diverged")

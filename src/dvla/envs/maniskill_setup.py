@@ -17,8 +17,9 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from dvla.envs.errors import EnvironmentSetupError
@@ -34,6 +35,23 @@ logger = logging.getLogger(__name__)
 
 
 _LARGEST_IMAGE = 4096
+
+_ENVS_OF_DEFAULT_BUFFERS = 1024
+"""Environments for which the sizes in ManiSkill's tasks are meant."""
+
+_GROWING_BUFFERS = frozenset(
+    {
+        "temp_buffer_capacity",
+        "max_rigid_contact_count",
+        "max_rigid_patch_count",
+        "heap_capacity",
+        "collision_stack_size",
+    }
+)
+"""PhysX's buffers that fill with the environments; those of pairs are made for far more."""
+
+_LARGEST_BUFFER = 2**32 - 1
+"""PhysX counts in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +99,8 @@ class SimulatorOptions:
     control_freq: int | None = None
     """Control steps a second, a divisor of `sim_freq`; None for the task's own (20 in most)."""
     gpu_memory: dict[str, int] = field(default_factory=dict)
-    """Sizes of PhysX's buffers on the GPU, as in ManiSkill's GPUMemoryConfig; it says which one overflowed."""
+    """Sizes of PhysX's buffers on the GPU, as in ManiSkill's GPUMemoryConfig, where those for the number of environments
+    (`buffer_sizes`) do not fit; PhysX says which one overflowed."""
 
     def __post_init__(self) -> None:
         """Check the fields that need no simulator."""
@@ -160,7 +179,7 @@ def create_simulator(options: SimulatorOptions, num_envs: int, device: torch.dev
             num_envs=num_envs,
             sim_backend=f"physx_cuda{place}" if place else "physx_cpu",
             render_backend=f"sapien_cuda{place}" if draws and place else renderer if draws else "none",
-            sim_config=_sim_config(options),
+            sim_config=_sim_config(options, spec.cls, num_envs),
             obs_mode=mode,
             control_mode=options.control_mode,
             reward_mode=_reward_mode(options, spec.cls.SUPPORTED_REWARD_MODES),
@@ -287,10 +306,26 @@ def limits_in_batches(task_class: type) -> list[str]:
     return limits
 
 
-def _sim_config(options: SimulatorOptions) -> dict[str, Any]:
+def _sim_config(options: SimulatorOptions, task_class: Any, num_envs: int) -> dict[str, Any]:
     """What differs from the task's own settings."""
     given = {"sim_freq": options.sim_freq, "control_freq": options.control_freq}
-    return {key: value for key, value in given.items() if value} | {"gpu_memory_config": dict(options.gpu_memory)}
+    sizes = buffer_sizes(task_class, num_envs) if options.sim_backend == "gpu" else {}
+    return {key: value for key, value in given.items() if value} | {"gpu_memory_config": sizes | options.gpu_memory}
+
+
+def buffer_sizes(task_class: Any, num_envs: int) -> dict[str, int]:
+    """Sizes of PhysX's buffers for `num_envs` environments, by their names in ManiSkill's GPUMemoryConfig.
+
+    A buffer that overflows ends the simulation or loses contacts, so none is smaller than the task's own. Tasks give sizes
+    for about a thousand environments, whatever their number is; beyond, they grow with it. A few tasks count themselves.
+    """
+    one, own = (
+        asdict(task_class._default_sim_config.fget(SimpleNamespace(num_envs=count)).gpu_memory_config)
+        for count in (1, num_envs)
+    )
+    times = -(-num_envs // _ENVS_OF_DEFAULT_BUFFERS)
+    sizes = {key: max(own[key], one[key] * times if key in _GROWING_BUFFERS else 0) for key in own}
+    return {key: min(size, _LARGEST_BUFFER) for key, size in sizes.items()}
 
 
 @contextlib.contextmanager
@@ -419,6 +454,10 @@ def explained(options: SimulatorOptions) -> Iterator[None]:
             f"control_mode={options.control_mode!r} is none of {task}'s, which are: {modes}"
         ) from error
     except Exception as error:
+        from dvla.runtime.memory import is_out_of_memory
+
+        if is_out_of_memory(error):  # Vulkan's errors are like those of a missing driver
+            raise
         text = " ".join(str(error).split())
         if "vk::" in text or "rendering device" in text or "physical device" in text or "to find device" in text:
             raise EnvironmentSetupError(_no_vulkan(options, text)) from error

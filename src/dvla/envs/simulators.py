@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from dvla.config import Config, ConfigError
+from dvla.envs.batch_in_pool import BatchInPool
 from dvla.envs.batch_pool import BatchPool
 from dvla.envs.pool import WorkerPool
 from dvla.envs.registry import environment_arguments, environment_class
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import torch
@@ -60,7 +63,13 @@ class SimulatorPool(Protocol):
 
 
 def open_simulators(
-    config: Config, device: torch.device, *, logs: Path, title: str, videos: Path
+    config: Config,
+    device: torch.device,
+    *,
+    logs: Path,
+    title: str,
+    videos: Path,
+    memory: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> WorkerPool | BatchPool:
     """Start the simulators of a rank.
 
@@ -70,6 +79,7 @@ def open_simulators(
         logs: Folder of the workers' logs.
         title: Names the processes.
         videos: Folder of films.
+        memory: The context in which a batch simulator allocates (`dvla.runtime.memory.Memory.environment`).
 
     Raises:
         ConfigError: The environment cannot be simulated like this.
@@ -84,7 +94,13 @@ def open_simulators(
             raise ConfigError(
                 "evaluation.videos_per_task: a batch on a GPU is not filmed, use env.options.sim_backend=cpu"
             )
-        return BatchPool(batch(runtime.num_envs, device, **arguments), terminate_on_success=env.terminate_on_success)
+        if (config.placement.stages or 1) > 1:
+            raise ConfigError(
+                f"placement.stages={config.placement.stages}: a batch simulator steps all environments together, it cannot "
+                "move in parts; set it to null"
+            )
+        simulator = BatchInPool(lambda: batch(runtime.num_envs, device, **arguments), memory)
+        return BatchPool(simulator, terminate_on_success=env.terminate_on_success)
     return WorkerPool(
         env,
         config.render,

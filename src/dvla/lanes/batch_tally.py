@@ -14,7 +14,7 @@ from dvla.rl.losses import LossStats
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dvla.planes.tickets import Group
+    from dvla.planes.transport import Parcel
 
 
 @dataclass(slots=True)
@@ -31,12 +31,14 @@ class BatchTally:
     staleness_sum: float = 0
     trained_decisions: float = 0
     worker_restarts: float = 0
+    groups_moved: float = 0
+    """Ordered from another sampling rank than whose turn it was."""
     staleness_max: float = 0
     logprob_gap_max: float = -1
     """-1 while no decision was made with the weights that train."""
     loss: LossStats = field(default_factory=LossStats.zeros)
 
-    def add_episodes(self, group: Group, slots: dict[str, Tensor]) -> tuple[Tensor, float]:
+    def add_episodes(self, group: Parcel, slots: dict[str, Tensor]) -> tuple[Tensor, float]:
         """Count a finished group; its returns (G,) float64 and the share of its episodes that succeeded."""
         members = torch.tensor(group.slots)
         lengths = slots["num_decisions"][members]
@@ -57,7 +59,7 @@ class BatchTally:
         self.staleness_max = max(self.staleness_max, float(staleness.max()))
 
     def reduce(self, group: dist.ProcessGroup) -> None:
-        """Join the tallies of all ranks; collective over the control group."""
+        """Join the tallies of all ranks; collective over the group of the training ranks."""
         sums = [name for name in _SUMS if name not in _MAXIMA]
         added = torch.tensor([getattr(self, name) for name in sums], dtype=torch.float64)
         added = torch.cat([added, self.loss.sums.cpu()])
@@ -78,6 +80,7 @@ class BatchTally:
             "rollout/episode_len": self.env_steps / episodes,
             "rollout/groups_dropped": self.groups_dropped,
             "rollout/worker_restarts": self.worker_restarts,
+            "rollout/groups_moved": self.groups_moved,
             "staleness/mean": self.staleness_sum / max(self.trained_decisions, 1.0),
             "staleness/max": self.staleness_max,
             "train/logprob_gap": None if self.logprob_gap_max < 0 else self.logprob_gap_max,

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 from dvla.config import ConfigError
 from dvla.planes.tickets import Ticket
+from dvla.planes.transport import Kind, Parcel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
+    from torch import Tensor
 
     from dvla.config import EvaluationConfig
     from dvla.envs.protocol import EnvSpec
-    from dvla.lanes.meeting_points import MeetingPoints
-    from dvla.planes.semaphore import Selectable
+    from dvla.planes.transport import Transport
 
 _FIRST_ID = 1 << 48
 """Ticket numbers of evaluation begin here, beyond all of training's: they are keys of noise."""
@@ -57,8 +58,8 @@ def states_of_tasks(spec: EnvSpec, wanted: int | None) -> list[int]:
     return [wanted or listed for listed in spec.num_initial_states]
 
 
-def evaluation_tickets(spec: EnvSpec, config: EvaluationConfig, *, rank: int, world_size: int) -> list[Ticket]:
-    """This rank's share of all (task, initial state) pairs; the shares of all ranks are disjoint and complete.
+def evaluation_tickets(spec: EnvSpec, config: EvaluationConfig, *, sampler: int, num_samplers: int) -> list[Ticket]:
+    """One sampling rank's share of all (task, initial state) pairs; the shares of all are disjoint and complete.
 
     The pairs come in blocks of a few states of each task in turn: a stopped evaluation has seen all tasks, and simulators
     seldom have to build another one. A pair's ticket, and so its noise, is the same whatever the number of ranks.
@@ -66,8 +67,8 @@ def evaluation_tickets(spec: EnvSpec, config: EvaluationConfig, *, rank: int, wo
     Args:
         spec: The environment.
         config: Which episodes, and how they are played.
-        rank: This rank.
-        world_size: Number of ranks.
+        sampler: Its number among the sampling ranks.
+        num_samplers: How many there are.
     """
     num_states = states_of_tasks(spec, config.episodes_per_task)
     first_seed = 0 if spec.num_initial_states else config.seed
@@ -83,59 +84,60 @@ def evaluation_tickets(spec: EnvSpec, config: EvaluationConfig, *, rank: int, wo
             greedy=config.greedy,
             film=0 if state < config.videos_per_task else None,
         )
-        for task, state in pairs[rank::world_size]
+        for task, state in pairs[sampler::num_samplers]
     ]
 
 
+def outcome_of(parcel: Parcel, slots: Mapping[str, np.ndarray | Tensor]) -> Outcome:
+    """How the episode that `parcel` (of kind `outcome`) is about ended, read from its slot."""
+    (slot,) = parcel.slots
+    length = int(slots["num_decisions"][slot])
+    versions = slots["behavior_version"][slot, :length]
+    return Outcome(
+        task=parcel.task,
+        seed=parcel.id,
+        success=bool(slots["success"][slot]),
+        steps=int(slots["executed_steps"][slot, :length].sum()),
+        reward=float(slots["rewards"][slot, :length].sum()),
+        first_version=int(versions.min()),
+        last_version=int(versions.max()),
+    )
+
+
 class EvaluationEpisodes:
-    """An `EpisodeSource` that plays its tickets once for every version put into `rounds`.
+    """An `EpisodeSource` that plays its tickets once for every round it is asked for.
 
     Args:
         tickets: The episodes of a round.
-        slots: The episode slots.
-        free: Those that are for evaluation alone: training may hold all others while it waits for a round.
-        meet: Where versions come from and outcomes go.
+        free: Slots for evaluation alone: training may hold all others while it waits for a round.
+        learners: To the training ranks.
+        home: The one of them that outcomes are for.
     """
 
-    def __init__(
-        self, tickets: Sequence[Ticket], *, slots: dict[str, np.ndarray], free: Sequence[int], meet: MeetingPoints
-    ) -> None:
-        self._plan, self._slots, self._free, self._meet = tickets, slots, list(free), meet
+    def __init__(self, tickets: Sequence[Ticket], *, free: Sequence[int], learners: Transport, home: int) -> None:
+        self._plan, self._learners, self._home = tickets, learners, home
+        self._own, self._free = frozenset(free), list(free)
+        self._rounds: deque[int] = deque()
         self._tickets: deque[Ticket] = deque()
-        self._version = -1
+
+    def take(self, parcel: Parcel) -> None:
+        """Take in rounds, and slots that were freed."""
+        if parcel.kind is Kind.round:
+            self._rounds.append(parcel.version)
+        elif parcel.kind is Kind.freed and parcel.slots[0] in self._own:
+            self._free.extend(parcel.slots)
 
     def next(self) -> tuple[Ticket, int] | None:
-        """The next episode of the round, once its version is in use."""
-        if not self._tickets and (version := self._meet.rounds.try_get()) is not None:
-            self._version = version
+        """The next episode of the round."""
+        if not self._tickets and self._rounds:
+            version = self._rounds.popleft()
             self._tickets.extend(
-                ticket if ticket.film is None else replace(ticket, film=version) for ticket in self._plan
+                replace(ticket, version=version, film=None if ticket.film is None else version) for ticket in self._plan
             )
-        if not self._tickets or self._meet.applied_version < self._version:
+        if not self._tickets or not self._free:
             return None
-        return (self._tickets.popleft(), self._free.pop()) if self._free else None
-
-    def opens_with(self) -> Sequence[Selectable]:
-        """A round; within one, new weights (and the end of one of its episodes)."""
-        return [self._meet.admission] if self._tickets else [self._meet.rounds.semaphore]
-
-    def is_exhausted(self) -> bool:
-        """Whether no round is under way or waits."""
-        return not self._tickets and not len(self._meet.rounds)
+        return self._tickets.popleft(), self._free.pop()
 
     def finished(self, ticket: Ticket, slot: int) -> None:
-        """Report the outcome and free the slot."""
-        slots, length = self._slots, int(self._slots["num_decisions"][slot])
-        versions = slots["behavior_version"][slot, :length]
-        self._meet.outcomes.put(
-            Outcome(
-                task=ticket.task,
-                seed=ticket.seed,
-                success=bool(slots["success"][slot]),
-                steps=int(slots["executed_steps"][slot, :length].sum()),
-                reward=float(slots["rewards"][slot, :length].sum()),
-                first_version=int(versions.min()),
-                last_version=int(versions.max()),
-            )
-        )
-        self._free.append(slot)
+        """Report the outcome; the slot is free again once it has been read."""
+        self._learners.send(Parcel(Kind.outcome, self._home, (slot,), ticket.seed, ticket.task, ticket.version))

@@ -30,16 +30,16 @@ class EvaluationTally:
         self._versions = torch.tensor([version])  # the newest that decided
 
     def add(self, outcome: Outcome) -> None:
-        """Count an episode of this rank."""
+        """Count an episode that was reported to this rank."""
         self._own[outcome.task] += torch.tensor([1.0, outcome.success, outcome.steps, outcome.reward]).double()
         self._versions = self._versions.clamp(min=outcome.last_version)
 
     def num_own(self) -> int:
-        """Episodes of this rank so far."""
+        """Episodes reported to this rank so far."""
         return int(self._own[:, 0].sum())
 
     def reduce(self, group: dist.ProcessGroup) -> bool:
-        """Join the ranks' counts; whether the round is complete. Collective over the control group."""
+        """Join the ranks' counts; whether the round is complete. Collective over the training ranks."""
         self._all = self._own.clone()
         dist.all_reduce(self._all, dist.ReduceOp.SUM, group=group)
         dist.all_reduce(self._versions, dist.ReduceOp.MAX, group=group)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from dvla.lanes.balance import deal_groups
 from dvla.lanes.batch_tally import BatchTally
+from dvla.lanes.evaluation_episodes import outcome_of
 from dvla.lanes.evaluation_tally import EvaluationTally
 from dvla.lanes.lane import Lane
 from dvla.lanes.learner import MicroBatch
-from dvla.planes.semaphore import Semaphore, StopFlag, Stopped, WaitTimeoutError, wait_any
+from dvla.planes.semaphore import StopFlag, Stopped, WaitTimeoutError, wait_any
+from dvla.planes.transport import Kind, Parcel, TransportError
 from dvla.planes.weights import Publication, learner_digest
 from dvla.rl.advantages import group_advantages, has_signal
 from dvla.rl.episodes import decision_weights, episode_returns
@@ -31,7 +35,8 @@ if TYPE_CHECKING:
     from dvla.lanes.meeting_points import MeetingPoints
     from dvla.planes.manifest import Manifest
     from dvla.planes.observations import SlotTensors
-    from dvla.planes.tickets import Group, TicketBook
+    from dvla.planes.shared_transport import SharedTransport
+    from dvla.planes.tickets import TicketBook
     from dvla.planes.weights import ShardWriter
     from dvla.runtime.world import World
     from dvla.telemetry.lane_clock import LaneClock
@@ -66,12 +71,14 @@ class StepReport:
 class GrpoLane(Lane):
     """Trains.
 
-    Owns: the learner (sharded policy, optimiser), the learner mesh, the control group.
-    Consumes: finished groups (`groups`), outcomes of evaluation episodes (`outcomes`), free host buffers (`host_free`).
-    Produces: free slots (`slots_free`), room for other groups (`admission`), evaluation rounds (`rounds`), published
-        shards (`published`), reports, checkpoints.
-    Blocks on: `groups`, the grpo lanes of the other ranks, `host_free`.
-    Unblocked by: sampling (a group), the other ranks, param_dist (a buffer), a stop request.
+    Owns: the learner (sharded policy, optimiser), the learner mesh, the group of the training ranks, the ticket book.
+    Consumes: finished groups and outcomes of evaluation episodes from sampling ranks, free host buffers (`host_free`).
+    Produces: orders of groups, free slots, evaluation rounds; published shards (`published`), reports, checkpoints.
+    Blocks on: sampling ranks, the grpo lanes of the other ranks, `host_free`.
+    Unblocked by: sampling (a group, an outcome), the other ranks, param_dist (a buffer), a stop request.
+
+    A group is ordered as soon as its version is published: a sampling rank begins it without asking, and its first
+    decision waits for the weights to arrive there.
     """
 
     name = "grpo"
@@ -86,6 +93,10 @@ class GrpoLane(Lane):
         writer: ShardWriter,
         slots: SlotTensors,
         book: TicketBook,
+        samplers: SharedTransport,
+        count_restarts: Callable[[], int],
+        groups_of_samplers: Callable[[], tuple[list[float], list[float]]],
+        can_move: bool,
         meet: MeetingPoints,
         stop: StopFlag,
         stop_request: StopFlag,
@@ -105,10 +116,14 @@ class GrpoLane(Lane):
         self._learner, self._manifest, self._writer = learner, manifest, writer
         self._slots, self._book, self._meet, self._stop = slots, book, meet, stop
         self._stop_request, self._on_step, self._save = stop_request, on_step, save
-        self._groups_per_batch = config.groups_per_rank(world.world_size)
-        self._max_dropped = -(-self._algo.max_dropped_per_step // world.world_size)
-        self._finished: list[Group] = []
-        self._held: list[Group] = []  # trained on, needed again by the batch's next epoch
+        self._samplers, self._count_restarts = samplers, count_restarts
+        self._groups_of_samplers, self._can_move, self._moved = groups_of_samplers, can_move, 0
+        self._homes = [rank for rank in samplers.peers if world.roles.home_of(rank) == world.rank]
+        self._groups_per_batch = config.groups_per_learner(world.num_learners)
+        self._max_dropped = -(-self._algo.max_dropped_per_step // world.num_learners)
+        self._finished: list[Parcel] = []
+        self._ordered: Counter[int] = Counter()  # by sampling rank: groups whose slots have not been freed
+        self._held: list[Parcel] = []  # trained on, needed again by the batch's next epoch
         self._gaps: list[Tensor] = []
         self._on_evaluation, self._evaluated_states = on_evaluation, evaluated_states
         self._num_own_episodes, self._owes_final_evaluation = num_own_episodes, owes_final_evaluation
@@ -121,8 +136,8 @@ class GrpoLane(Lane):
         self.policy_version = policy_version
         self.outcome: str | None = None
         """`completed` or `stopped` once the lane has ended by itself."""
-        self.wait_for: Callable[[Semaphore, float], bool] = self._block_for
-        """How to wait for what sampling produces; the serial schedule samples instead of blocking."""
+        self.wait_for: Callable[[float], bool] = self._block_for
+        """How to wait, at most so many seconds, for what sampling produces; the serial schedule samples meanwhile."""
         self.after_publish: Callable[[], None] = lambda: None
         """What follows a publication on this thread; the serial schedule distributes it."""
 
@@ -144,6 +159,7 @@ class GrpoLane(Lane):
                     self._checkpoint()  # the evaluation may take long: a run killed in it has lost nothing
                 self._evaluate_alone()
             self._end("completed")
+        self._order()
         begin = time.monotonic()
         tally = BatchTally(loss=LossStats.zeros(self._learner.device))
         parts: list[_Part] = []
@@ -172,12 +188,14 @@ class GrpoLane(Lane):
         # Nobody samples with the last version, unless it is evaluated.
         if self.policy_version < self._algo.num_steps or self._config.run.eval_every:
             timings["time/publish_s"] = self._timed(self.publish)
-        tally.worker_restarts = self._meet.worker_restarts - self._restarts_counted
-        self._restarts_counted += int(tally.worker_restarts)
+        self._cursor = self._book.cursor()
+        self._order()
+        tally.groups_moved, self._moved = self._moved, 0
+        restarts = self._count_restarts()
+        tally.worker_restarts, self._restarts_counted = restarts - self._restarts_counted, restarts
         tally.logprob_gap_max = max(map(float, self._gaps))
         self._gaps.clear()
-        tally.reduce(self._world.control_pg)
-        self._cursor = self._book.cursor()
+        tally.reduce(self._world.learners_pg)
         timings["time/step_s"] = time.monotonic() - begin
         self.clock.count()
         self._on_step(StepReport(self.policy_version, tally, timings | metrics, frames))
@@ -208,16 +226,15 @@ class GrpoLane(Lane):
     def _begin_evaluation(self) -> None:
         """Begin a round with the weights just published; all ranks do so at the same version."""
         self._evaluation = EvaluationTally(self._evaluated_states, self.policy_version)
-        if self._num_own_episodes:
-            self._meet.rounds.put(self.policy_version)
+        for sampler in self._homes:
+            self._samplers.send(Parcel(Kind.round, sampler, version=self.policy_version))
 
     def _look_at_evaluation(self) -> None:
         """Take in the outcomes since the last look; report the round once all ranks have finished it."""
         if self._evaluation is None:
             return
-        while (outcome := self._meet.outcomes.try_get()) is not None:
-            self._evaluation.add(outcome)
-        if self._evaluation.reduce(self._world.control_pg):
+        self._read()
+        if self._evaluation.reduce(self._world.learners_pg):
             self._on_evaluation(self._evaluation.metrics())
             self._evaluation = None
 
@@ -234,21 +251,77 @@ class GrpoLane(Lane):
         assert self._evaluation is not None
         deadline = time.monotonic() + _LOOK_S
         while self._evaluation.num_own() < self._num_own_episodes and time.monotonic() < deadline:
-            outcome = self._meet.outcomes.try_get()
-            if outcome is not None:
-                self._evaluation.add(outcome)
-            elif self._stop_request.is_set():
+            if self._stop_request.is_set():
                 break
-            else:
-                self.wait_for(self._meet.outcomes.semaphore, deadline - time.monotonic())
+            self.wait_for(deadline - time.monotonic())
+            self._read()
         self._agree(0, stop=False)
         self._look_at_evaluation()
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def _next_group(self, tally: BatchTally) -> Group | None:
+    def _order(self, *, is_batch: bool = True) -> None:
+        """Order every group that may begin with the weights published last.
+
+        Args:
+            is_batch: The other training ranks do the same at this moment.
+        """
+        batch_version = self.policy_version // self._algo.update_epochs
+        started = []
+        while (group_and_task := self._book.start_group(batch_version)) is not None:
+            started.append(group_and_task)
+        samplers = self._deal([group for group, _ in started], is_batch=is_batch) if started else []
+        for (group, task), sampler in zip(started, samplers, strict=True):
+            self._ordered[sampler] += 1
+            self._samplers.send(Parcel(Kind.order, sampler, id=group, task=task, version=self.policy_version))
+
+    def _deal(self, groups: Sequence[int], *, is_batch: bool) -> list[int]:
+        """Which sampling rank each of `groups` is for: by turns, or by how busy and fast they are."""
+        roles, rank = self._world.roles, self._world.rank
+        if not self._can_move or len(roles.sampling) == 1:
+            return self._deal_in_turn(groups)
+        turns = [roles.sampler_of(rank, group // self._world.num_learners) for group in groups]
+        # The training ranks of the node order at the same moment, so each deals for all and takes its own.
+        step = len(roles.training) if is_batch else 1
+        own = roles.training.index(rank) if is_batch else 0
+        loads, seconds = self._groups_of_samplers()
+        turn = roles.sampling.index(turns[0]) - own
+        dealt = deal_groups(step * len(groups), loads, seconds, turn)[own::step]
+        chosen = [roles.sampling[index] for index in dealt]
+        self._moved += sum(one != other for one, other in zip(chosen, turns, strict=True))
+        return chosen
+
+    def _deal_in_turn(self, groups: Sequence[int]) -> list[int]:
+        """By turns, but first to those with fewest groups of this rank: drops must not heap them up beyond a rank's slots."""
+        ordered, dealt = self._ordered.copy(), []
+        for group in groups:
+            turns = self._world.roles.samplers_in_turn(self._world.rank, group // self._world.num_learners)
+            dealt.append(min(turns, key=ordered.__getitem__))
+            ordered[dealt[-1]] += 1
+        return dealt
+
+    def _read(self) -> None:
+        """Take in what sampling ranks have sent.
+
+        Raises:
+            TransportError: One of them died, or left.
+        """
+        while (parcel := self._samplers.receive()) is not None:
+            if parcel.kind is Kind.group:
+                self._finished.append(parcel)
+            elif parcel.kind is Kind.outcome:
+                assert self._evaluation is not None
+                self._evaluation.add(outcome_of(parcel, self._slots.tensors))
+                self._samplers.free(parcel)
+            elif parcel.kind is Kind.wish:
+                self._stop_request.set()
+            elif parcel.kind is Kind.left:
+                raise TransportError(f"sampling rank {parcel.peer} left before the run's end")
+
+    def _next_group(self, tally: BatchTally) -> Parcel | None:
         """The next group to train on, dropping those without a signal; None when the run is asked to stop."""
         while not self._stop_request.is_set():
+            self._read()
             chosen = self._book.choose([group.id for group in self._finished])
             if chosen is not None:
                 group = next(group for group in self._finished if group.id == chosen)
@@ -262,31 +335,29 @@ class GrpoLane(Lane):
                 tally.groups_dropped += 1
                 self._book.drop(group.id)
                 self._free_slots(group)
-                self._meet.admission.release()
-            elif (arrived := self._meet.groups.try_get()) is not None:
-                self._finished.append(arrived)
+                self._order(is_batch=False)
             else:
                 timeout_s = self._config.runtime.wait_timeout_s
-                if not self.wait_for(self._meet.groups.semaphore, timeout_s):
+                if not self.wait_for(timeout_s):
                     raise WaitTimeoutError(
                         f"lane grpo waited {timeout_s:.0f} s for a finished group at version {self.policy_version}; raise "
                         "runtime.wait_timeout_s if sampling can take that long"
                     )
         return None
 
-    def _block_for(self, semaphore: Semaphore, seconds: float) -> bool:
+    def _block_for(self, seconds: float) -> bool:
         with self.clock.waiting():
-            is_ready = wait_any([self._stop, self._stop_request, semaphore], max(0.0, seconds))
+            is_ready = wait_any([self._stop, self._stop_request, self._samplers], max(0.0, seconds))
         if self._stop.is_set():
             raise Stopped
         return bool(is_ready)
 
-    def _free_slots(self, group: Group) -> None:
+    def _free_slots(self, group: Parcel) -> None:
         finish_copies(self._learner.device)
-        for slot in group.slots:
-            self._meet.slots_free.put(slot)
+        self._ordered[group.peer] -= 1
+        self._samplers.free(group)
 
-    def _film(self, group: Group) -> np.ndarray | None:
+    def _film(self, group: Parcel) -> np.ndarray | None:
         """The frames of a group's first episode; its slot will soon hold another one."""
         slot = group.slots[0]
         images = self._slots.tensors["images"][slot, : int(self._slots.tensors["num_decisions"][slot])]
@@ -294,7 +365,7 @@ class GrpoLane(Lane):
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 
-    def _cut(self, group: Group, tally: BatchTally) -> list[_Part]:
+    def _cut(self, group: Parcel, tally: BatchTally) -> list[_Part]:
         """The decisions of a group, cut into micro-batches."""
         members = torch.tensor(group.slots)
         lengths = self._slots.tensors["num_decisions"][members]
@@ -321,7 +392,7 @@ class GrpoLane(Lane):
         """The largest number of micro-batches any rank has; ends the run when any rank is to stop."""
         wish = torch.tensor([num_parts, int(may_stop and (stop or self._stop_request.is_set()))])
         with self.tracer.span("agree"), self.clock.waiting():
-            dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._world.control_pg)
+            dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._world.learners_pg)
         if wish[1]:
             self._learner.abandon()
             self._end("stopped")

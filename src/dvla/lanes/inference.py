@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
+from dvla.config import WeightApplication
+from dvla.lanes.balance import BatchTimes
 from dvla.lanes.lane import Lane
 from dvla.models.cuda_graph import GraphedAct
 from dvla.planes.semaphore import Selectable, StopFlag, Stopped, wait_any
+from dvla.planes.transport import Kind, Parcel
 from dvla.planes.weights import WeightPlaneError
 from dvla.rl.noise import decision_keys
-from dvla.runtime.device import use_own_stream
+from dvla.runtime.device import finish_copies, use_own_stream
 
 if TYPE_CHECKING:
+    from dvla.config import RuntimeConfig
     from dvla.envs.simulators import SimulatorPool
     from dvla.lanes.meeting_points import MeetingPoints
-    from dvla.lanes.sampling import Request
     from dvla.planes.observations import SlotTensors
+    from dvla.planes.shared_transport import SharedTransport
     from dvla.planes.weights import HostBuffers, Replica
     from dvla.telemetry.lane_clock import LaneClock
     from dvla.telemetry.trace import Tracer
 
 
 class InferenceLane(Lane):
-    """Serves the rank's environments; for evaluation alone, without host buffers, always with the same weights.
+    """Decides for environments; for evaluation alone, without host buffers, always with the same weights.
 
     Owns: the replica of the policy.
-    Consumes: observations (`requests`), whole versions of the weights (`arrived`).
+    Consumes: observations (`requests`, and of other ranks' sampling lanes), whole versions of the weights (`arrived`).
     Produces: actions, behaviour log-probabilities and versions in the slots (`replies`).
-    Blocks on: `requests` and `arrived` together; while serving it only tries `arrived`, between two batches.
+    Blocks on: observations and `arrived` together; while serving it only tries `arrived`, between two batches.
     Unblocked by: sampling (an observation), param_dist (a version).
+
+    Args:
+        rank: This rank.
+        replica: The policy.
+        host: Where arrived versions lie.
+        slots: The slot memory.
+        pool: The simulators of this rank, if it samples.
+        samplers: To the other ranks it decides for, if there are any.
+        meet: Where it meets the lanes of its rank.
+        stop: The rank's stop flag.
+        device: The replica's.
+        seed: Of the run.
+        num_envs: Environments it decides for.
+        stages: Parts in which they move (`dvla.lanes.stages`).
+        runtime: Batches, and when weights are taken over.
+        balances: Whether measured times decide about batches.
+        group_size: Episodes of a group.
+        applied_version: The version of the weights the replica begins with; -1 when it waits for the first one.
     """
 
     name = "inference"
@@ -39,27 +62,40 @@ class InferenceLane(Lane):
     def __init__(
         self,
         *,
+        rank: int,
         replica: Replica,
         host: HostBuffers | None,
         slots: SlotTensors,
-        pool: SimulatorPool,
+        pool: SimulatorPool | None,
+        samplers: SharedTransport | None,
         meet: MeetingPoints,
         stop: StopFlag,
         device: torch.device,
         seed: int,
-        max_batch: int,
-        max_wait_s: float,
-        verify_weights: bool,
-        cuda_graphs: bool,
+        num_envs: int,
+        stages: int | None,
+        runtime: RuntimeConfig,
+        balances: bool,
+        group_size: int,
+        applied_version: int = -1,
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
         super().__init__(clock, tracer)
-        self._replica, self._host, self._slots, self._pool, self._meet = replica, host, slots, pool, meet
-        self._stop, self._device, self._seed = stop, device, seed
-        self._max_batch, self._max_wait_s, self._verify_weights = max_batch, max_wait_s, verify_weights
-        self._act = GraphedAct(replica.policy) if cuda_graphs else replica.policy.act
+        self._rank, self._replica, self._host, self._slots, self._pool = rank, replica, host, slots, pool
+        self._samplers, self._meet, self._stop, self._device, self._seed = samplers, meet, stop, device, seed
+        self._max_batch = min(runtime.max_batch, -(-num_envs // (stages or 1)))
+        self._max_wait_s, self._verify_weights = runtime.max_wait_s, runtime.verify_weights
+        self._times, self._batch_limit = BatchTimes() if balances and stages is None else None, self._max_batch
+        self._keeps_groups = runtime.apply_weights is WeightApplication.between_groups
+        self._group_size = group_size
+        self._open_groups: set[int] = set()  # that have decisions of the weights in use, and not yet all of theirs
+        self._act = GraphedAct(replica.policy) if runtime.cuda_graphs else replica.policy.act
+        self._queues: dict[tuple[int, bool], deque[Parcel]] = {}  # by (stage, greedy): what makes one batch
+        self._early: list[Parcel] = []  # for weights that have not arrived
         self._has_stream = False
+        self.applied_version = applied_version
+        """Optimiser steps behind the weights in use."""
 
     def step(self) -> None:
         """Apply weights if a version lies ready, then serve one batch if there are requests; else wait for either."""
@@ -67,15 +103,13 @@ class InferenceLane(Lane):
             use_own_stream(self._device)
             self._has_stream = True
         self.apply_arrived()
-        # Before the first version there is nothing to decide with: requests wait.
-        sources: list[Selectable] = [self._stop, self._meet.arrived.semaphore]
-        if self._meet.applied_version >= 0:
-            if batch := self._take_batch(self._max_wait_s):
-                self._serve_alike(batch)
-                return
-            sources.append(self._meet.requests.semaphore)
+        if batch := self._take_batch(self._max_wait_s):
+            self.serve(batch)
+            return
         with self.clock.waiting():
-            wait_any(sources, 60.0)  # idling is not a fault: the lanes that wait for this one keep the time
+            # Idling is not a fault: the lanes that wait for this one keep the time.
+            sets_free = self._meet.group_ends if self._open_groups else self._meet.arrived
+            wait_any([*self._sources(), sets_free.semaphore], 60.0)
         if self._stop.is_set():
             raise Stopped
 
@@ -83,10 +117,14 @@ class InferenceLane(Lane):
         """Apply weights if they are there, then serve every request in order (serial schedule)."""
         self.apply_arrived()
         while batch := self._take_batch(0.0):
-            self._serve_alike(batch)
+            self.serve(batch)
 
     def apply_arrived(self) -> None:
-        """Take over the arrived version, if there is one."""
+        """Take over the arrived version, if there is one and it may be."""
+        while (group := self._meet.group_ends.try_get()) is not None:
+            self._open_groups.discard(group)
+        if self._open_groups:
+            return
         arrival = self._meet.arrived.try_get()
         if arrival is None:
             return
@@ -95,45 +133,75 @@ class InferenceLane(Lane):
             self._replica.apply(self._host.buffers[arrival.buffer])
             if self._verify_weights and self._replica.digest() != arrival.digest:
                 raise WeightPlaneError(f"the replica's weights of version {arrival.version} differ from the learner's")
-        self._meet.applied_version = arrival.version
+        self.applied_version = arrival.version
         self._meet.staging_free.release()
-        self._meet.admission.release()
+        early, self._early = self._early, []
+        for request in early:
+            self._queue(request)
 
-    def _take_batch(self, max_wait_s: float) -> list[Request]:
-        """Up to max_batch requests; having one, wait at most `max_wait_s` for more."""
-        requests = self._meet.requests
-        first = requests.try_get()
-        if first is None:
-            return []
-        batch = [first]
-        deadline = time.monotonic() + max_wait_s
-        while len(batch) < min(self._max_batch, self._meet.num_envs):
-            request = requests.try_get()
-            if request is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
+    def _sources(self) -> list[Selectable]:
+        return [self._stop, self._meet.requests.semaphore, *([self._samplers] if self._samplers else [])]
+
+    def _collect(self) -> None:
+        """Take in all requests there are."""
+        while (request := self._meet.requests.try_get()) is not None:
+            self._queue(request)
+        if self._samplers is not None:
+            while (parcel := self._samplers.receive()) is not None:
+                if parcel.kind is Kind.request:
+                    self._queue(parcel)
+            if self._pool is None and not self._samplers.num_open:
+                raise Stopped  # nobody is left to decide for
+
+    def _queue(self, request: Parcel) -> None:
+        if request.version > self.applied_version or self.applied_version < 0:
+            self._early.append(request)
+        else:
+            self._queues.setdefault((request.stage, request.greedy), deque()).append(request)
+
+    def _take_batch(self, max_wait_s: float) -> list[Parcel]:
+        """Up to max_batch requests of one stage, greedy ones (evaluation) apart; having one, wait for more."""
+        self._collect()
+        while self._queues:
+            key = next(iter(self._queues))  # that has waited longest
+            queue = self._queues[key]
+            deadline = time.monotonic() + max_wait_s
+            while len(queue) < self._max_batch and (left := deadline - time.monotonic()) > 0:
+                if self._times is not None:
+                    left = min(left, self._times.worth_waiting_s(len(queue), left))
+                before = len(queue)
                 with self.clock.waiting():
-                    request = requests.get_within(left)
-                if request is None:
+                    wait_any(self._sources(), left)
+                if self._stop.is_set():
+                    raise Stopped
+                self._collect()
+                if self._times is not None and len(queue) == before:
                     break
-            batch.append(request)
-        return batch
+            batch = [queue.popleft() for _ in range(min(len(queue), self._max_batch))]
+            del self._queues[key]
+            if queue:
+                self._queues[key] = queue  # behind the others
+            # None of a worker that is no more.
+            if batch := [request for request in batch if not self._is_own(request) or self._is_current(request)]:
+                return batch
+        return []
 
-    def _serve_alike(self, batch: list[Request]) -> None:
-        """Serve a batch, greedy requests (evaluation) apart from those that explore; none of a worker that is no more."""
-        current = [request for request in batch if request.generation == self._pool.generation(request.env)]
-        for greedy in (False, True):
-            if part := [request for request in current if request.greedy is greedy]:
-                self.serve(part)
+    def _is_own(self, request: Parcel) -> bool:
+        return request.peer == self._rank
+
+    def _is_current(self, request: Parcel) -> bool:
+        assert self._pool is not None
+        return request.generation == self._pool.generation(request.id)
 
     @torch.inference_mode()
-    def serve(self, batch: list[Request]) -> None:
-        """Decide for a batch: write actions, log-probabilities, version and record to the slots, wake the workers."""
+    def serve(self, batch: list[Parcel]) -> None:
+        """Decide for a batch: write actions, log-probabilities, version and record to the slots, wake who waits."""
+        begin = time.monotonic()
         with self.tracer.span("decide", size=len(batch)):
-            slots = torch.tensor([request.slot for request in batch])
+            slots = torch.tensor([request.slots[0] for request in batch])
             decisions = torch.tensor([request.decision for request in batch])
-            keys = decision_keys(self._seed, self._slots.tensors["ticket"][slots], decisions)
+            tickets = self._slots.tensors["ticket"][slots]
+            keys = decision_keys(self._seed, tickets, decisions)
             observation, keys = self._slots.observation(slots, decisions), keys.to(self._device, non_blocking=True)
             decision = (
                 self._replica.policy.act(observation, keys, greedy=True)
@@ -144,6 +212,20 @@ class InferenceLane(Lane):
             self._slots.scatter("logprobs", slots, decisions, decision.logprobs)
             for name, values in decision.record.items():
                 self._slots.scatter(f"record.{name}", slots, decisions, values)
-            self._slots.tensors["behavior_version"][slots, decisions] = self._meet.applied_version
-            self._pool.act([(r.env, r.slot, r.decision, r.generation) for r in batch])
+            self._slots.tensors["behavior_version"][slots, decisions] = self.applied_version
+            if self._keeps_groups and not batch[0].greedy:
+                self._open_groups.update((tickets // self._group_size).tolist())
+            own = [(r.id, r.slots[0], r.decision, r.generation) for r in batch if self._is_own(r)]
+            if own:
+                assert self._pool is not None
+                self._pool.act(own)
+            others = [request for request in batch if not self._is_own(request)]
+            if others:
+                assert self._samplers is not None
+                finish_copies(self._device)
+                for request in others:
+                    self._samplers.send(request.answer(Kind.reply))
             self.clock.count(len(batch))
+        if self._times is not None:
+            self._times.note(len(batch), time.monotonic() - begin)
+            self._max_batch = self._times.largest_batch(self._batch_limit)

@@ -106,7 +106,7 @@ class Learner:
         )
         # FSDP averages gradients over ranks; the objective is a mean over all episodes of the batch, wherever they were
         # sampled and however they are cut. Both numbers are known beforehand, so no pass over the batch is needed.
-        self._loss_scale = world.world_size / (algo.groups_per_step * algo.group_size)
+        self._loss_scale = world.num_learners / (algo.groups_per_step * algo.group_size)
 
     def parameters(self) -> dict[str, Tensor]:
         """Named parameters, sharded."""

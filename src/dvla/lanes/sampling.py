@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dvla.envs.messages import Kind, Record
 from dvla.envs.pool import WorkerError
 from dvla.lanes.lane import Lane
 from dvla.planes.semaphore import Selectable, StopFlag, Stopped, WaitTimeoutError, wait_any
+from dvla.planes.transport import Kind as ParcelKind
+from dvla.planes.transport import Parcel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dvla.envs.simulators import SimulatorPool
+    from dvla.lanes.balance import EnvLimit
     from dvla.lanes.episode_source import EpisodeSource
-    from dvla.lanes.meeting_points import MeetingPoints
+    from dvla.lanes.stages import Stages
+    from dvla.planes.shared_transport import SharedTransport
     from dvla.planes.tickets import Ticket
     from dvla.telemetry.lane_clock import LaneClock
     from dvla.telemetry.trace import Tracer
@@ -27,23 +31,13 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # how often the simulators are looked after
 
+_MEASURE_S = 10.0  # over which the pace of simulation is measured
+
 _NO_EPISODE = ("none", -1)  # counts workers that failed while they had none
 
 
 class RepeatedFailureError(RuntimeError):
     """The simulators of one task fail again and again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """An observation that waits for a decision."""
-
-    env: int
-    slot: int
-    decision: int
-    generation: int = 0
-    """Of the environment's worker: a decision for one that was replaced is not delivered."""
-    greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +52,25 @@ class _Running:
 class SamplingLane(Lane):
     """Starts episodes, passes observations on, hands finished episodes back to their source, replaces failed workers.
 
-    Owns: the worker processes and their sockets, the idle environments, the episodes under way.
-    Consumes: tickets and slots of its sources, workers' messages.
-    Produces: observations (`requests`), finished episodes.
-    Blocks on: workers, and while environments are idle on what opens its sources.
-    Unblocked by: workers (an observation, an end, a death), grpo (frees slots, drops groups), inference (applies weights).
+    Owns: the worker processes and their sockets, the idle environments, the episodes under way, the episode slots.
+    Consumes: orders and freed slots of training ranks, workers' messages, replies of an inference rank.
+    Produces: observations (`requests`), finished groups, outcomes.
+    Blocks on: workers, the training ranks, an inference rank.
+    Unblocked by: workers (an observation, an end, a death), grpo (orders, frees slots), a remote inference lane (actions).
 
     Args:
+        pool: The simulators.
         sources: Where episodes come from, the first that has one is asked first.
+        stages: Which requests go together.
+        learners: To the training ranks.
+        home: The one of them that hears when this rank was asked to stop.
+        inferrer: The rank that decides.
+        ask: Sends it a request.
+        replies: From it, when it is another rank; on this rank, the inference lane wakes workers itself.
+        num_envs: Environments.
+        limit: How many of them may be in flight.
         max_worker_failures: Failures of one task's simulators in a row that are made good; one more ends the run.
+        note_restart: Told when a worker was replaced.
     """
 
     name = "sampling"
@@ -76,17 +80,28 @@ class SamplingLane(Lane):
         *,
         pool: SimulatorPool,
         sources: Sequence[EpisodeSource],
-        meet: MeetingPoints,
+        stages: Stages,
+        learners: SharedTransport,
+        home: int,
+        ask: Callable[[Parcel], None],
+        inferrer: int,
+        replies: SharedTransport | None,
         stop: StopFlag,
         num_envs: int,
+        limit: EnvLimit,
         max_worker_failures: int,
         wait_timeout_s: float,
+        note_restart: Callable[[], None],
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
         super().__init__(clock, tracer)
-        self._pool, self._sources, self._meet, self._stop = pool, sources, meet, stop
+        self._pool, self._sources, self._stages, self._stop = pool, sources, stages, stop
+        self._home = home
+        self._learners, self._ask, self._inferrer, self._replies = learners, ask, inferrer, replies
         self._max_worker_failures, self._wait_timeout_s = max_worker_failures, wait_timeout_s
+        self._note_restart, self._limit = note_restart, limit
+        self._measured_at, self._measured_items = time.monotonic(), 0
         self._idle: list[int] = list(range(num_envs))  # kept sorted: which environment plays a ticket is reproducible
         self._running: dict[int, _Running] = {}
         # By task and by ticket: failures since an episode of it came to its end.
@@ -95,10 +110,10 @@ class SamplingLane(Lane):
 
     def step(self) -> None:
         """Start what may start, then handle the messages of at least one worker (one piece of overlapped work)."""
+        self._take_parcels()
         self._dispatch()
         with self.clock.waiting():
             ready = self._wait()
-        self._meet.admission.try_acquire()
         with self.tracer.span("collect"):
             for worker in ready:
                 for record in self._receive(worker):
@@ -106,8 +121,8 @@ class SamplingLane(Lane):
 
     def step_together(self) -> None:
         """Start what may start, then wait for every busy environment, and handle them in order (serial schedule)."""
+        self._take_parcels()
         self._dispatch()
-        self._meet.admission.try_acquire()
         answers: dict[int, tuple[int, Record]] = {}  # with the generation of the worker that gave it
         with self.tracer.span("collect"):
             while len(answers) < len(self._running):
@@ -122,10 +137,10 @@ class SamplingLane(Lane):
                 self._handle(answers[env][1])
 
     def _wait(self, *, workers_only: bool = False) -> list[Any]:
-        """Workers with a message; empty when something else may have opened a source."""
+        """Workers with a message; empty when another rank or lane has sent something."""
         others: list[Selectable] = []
-        if self._idle and not workers_only:
-            others = [other for source in self._sources for other in source.opens_with()]
+        if not workers_only:
+            others = [self._learners, *([self._replies] if self._replies else [])]
         deadline = time.monotonic() + self._wait_timeout_s
         while True:
             self._look_after_workers()
@@ -133,24 +148,38 @@ class SamplingLane(Lane):
                 break
             if time.monotonic() > deadline and self._running:
                 raise WaitTimeoutError(
-                    f"lane sampling waited {self._wait_timeout_s:.0f} s for its simulators ({len(self._running)} busy, "
-                    f"{len(self._meet.requests)} observations with the inference lane); raise runtime.wait_timeout_s "
-                    "if the work can take that long"
+                    f"lane sampling waited {self._wait_timeout_s:.0f} s for its {len(self._running)} busy simulators and the "
+                    "inference lane; raise runtime.wait_timeout_s if the work can take that long"
                 )
         if self._stop.is_set():
             raise Stopped
         return [worker for worker in self._pool.workers if worker in ready]
 
+    def _take_parcels(self) -> None:
+        """Take in all that other lanes and ranks have sent; end when every training rank has left."""
+        while (parcel := self._learners.receive()) is not None:
+            for source in self._sources:
+                source.take(parcel)
+        if not self._learners.num_open:
+            raise Stopped
+        replies = []
+        while self._replies is not None and (parcel := self._replies.receive()) is not None:
+            if parcel.kind is ParcelKind.wish:
+                self._learners.send(replace(parcel, peer=self._home))
+            if parcel.kind is not ParcelKind.reply:
+                continue  # one that has left was left by the training ranks before
+            replies.append((parcel.id, parcel.slots[0], parcel.decision, parcel.generation))
+        if replies:
+            self._pool.act(replies)
+
     def _dispatch(self) -> None:
         """Give tickets to idle environments while there are any."""
-        while self._idle:
+        while self._idle and len(self._running) < self._limit.limit:
             for source in self._sources:
                 order = source.next()
                 if order is not None:
                     break
             else:
-                if not self._running and all(source.is_exhausted() for source in self._sources):
-                    raise Stopped
                 return
             env = self._idle.pop(0)
             self._running[env] = _Running(*order, source)
@@ -163,8 +192,20 @@ class SamplingLane(Lane):
     def _handle(self, record: Record) -> None:
         env = record.env
         if record.kind is Kind.observed:
-            generation, is_greedy = self._pool.generation(env), self._running[env].ticket.greedy
-            self._meet.requests.put(Request(env, record.slot, record.decision, generation, is_greedy))
+            ticket = self._running[env].ticket
+            requests = self._stages.asks(
+                Parcel(
+                    ParcelKind.request,
+                    self._inferrer,
+                    (record.slot,),
+                    id=env,
+                    version=ticket.version,
+                    decision=record.decision,
+                    greedy=ticket.greedy,
+                    generation=self._pool.generation(env),
+                    stage=self._stages.of(env),
+                )
+            )
         else:
             running = self._running.pop(env)
             for key in (("task", running.ticket.task), ("ticket", running.ticket.id), _NO_EPISODE):
@@ -172,6 +213,9 @@ class SamplingLane(Lane):
             running.source.finished(running.ticket, running.slot)
             self._idle.append(env)
             self._idle.sort()
+            requests = self._stages.leaves(env)
+        for request in requests:
+            self._ask(request)
         self.clock.count()
 
     # -- failures ----------------------------------------------------------------------------------------------------
@@ -183,6 +227,16 @@ class SamplingLane(Lane):
             self._next_look = now + _LOOK_S
             for worker, error in self._pool.overdue():
                 self._replace(worker, error)
+            if now - self._measured_at >= _MEASURE_S:
+                self._adapt(now)
+
+    def _adapt(self, now: float) -> None:
+        """Let the pace since the last time decide how many environments are in flight."""
+        items, before = self.clock.total().items, self._limit.limit
+        limit = self._limit.look((items - self._measured_items) / (now - self._measured_at))
+        self._measured_at, self._measured_items = now, items
+        if limit != before:
+            logger.info("%s", f"balance: {limit} environments in flight, before {before}", extra={"file_only": True})
 
     def _receive(self, worker: Any) -> list[Record]:
         try:
@@ -216,6 +270,8 @@ class SamplingLane(Lane):
         logger.warning("%s", f"{cause}; it is replaced, {len(lost)} episodes begin anew ({where})")
         logger.info("what that worker left behind:\n%s", getattr(cause, "details", ""), extra={"file_only": True})
         self._pool.replace(worker)
-        self._meet.worker_restarts += 1
+        self._note_restart()
         for env in lost:
             self._begin(env)
+            for request in self._stages.leaves(env):
+                self._ask(request)

@@ -81,8 +81,15 @@ class Checkpoint:
             fill_parameter(parameters[name], self.noise_head[name])
 
 
-def open_checkpoint(model: ModelConfig, *, with_tokenizer: bool = True) -> Checkpoint:
+def open_checkpoint(
+    model: ModelConfig, *, with_tokenizer: bool = True, statistics: Statistics | None = None
+) -> Checkpoint:
     """Open ``model.checkpoint``; reads headers and small files, no weights.
+
+    Args:
+        model: Says which, and how to read it.
+        with_tokenizer: Read its tokenizer.
+        statistics: Normalisation instead of its own, which is not looked at then.
 
     Raises:
         ConfigError: It cannot be used as ``model.name``; the message says why.
@@ -94,8 +101,10 @@ def open_checkpoint(model: ModelConfig, *, with_tokenizer: bool = True) -> Check
         raise ConfigError(f"model.checkpoint: {model.name} cannot be loaded from one; {' and '.join(openers)} can")
     check_options(model.name, known_model(model.name, "nano", {})[1], model.options)
     files = CheckpointFiles(folder)
+    if statistics is not None and (folder / "policy_preprocessor.json").is_file():
+        raise files.error("lerobot's layout cannot take new statistics: keep its own with model.unnorm_key=lerobot")
     try:
-        config, statistics = openers[model.name](folder, files, dict(model.options), model.unnorm_key)
+        config, statistics = openers[model.name](folder, files, dict(model.options), model.unnorm_key, statistics)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -158,7 +167,7 @@ def _is_ours_and_unnormalised(config: dict[str, Any]) -> bool:
 
 
 def _open_openvla_oft(
-    folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None
+    folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None, other: Statistics | None
 ) -> tuple[_Config, Statistics | None]:
     foreign = [path.name for kind in ("action_head", "vision_backbone") for path in folder.glob(f"{kind}--*")]
     if foreign:
@@ -170,8 +179,9 @@ def _open_openvla_oft(
     config = read_oft_config(folder, files, options)
     if config.use_proprio and not projectors:
         raise ConfigError(f"model.options.use_proprio: {folder} has no proprio_projector file")
-    normalized = not _is_ours_and_unnormalised(files.read_json("config.json"))
-    return config, read_openvla_statistics(folder, unnorm_key) if normalized else None
+    if other is not None or _is_ours_and_unnormalised(files.read_json("config.json")):
+        return config, other
+    return config, read_openvla_statistics(folder, unnorm_key)
 
 
 def _number(name: str) -> int:
@@ -180,7 +190,7 @@ def _number(name: str) -> int:
 
 
 def _open_pi05(
-    folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None
+    folder: Path, files: CheckpointFiles, options: dict[str, Any], unnorm_key: str | None, other: Statistics | None
 ) -> tuple[_Config, Statistics | None]:
     sizes: dict[str, Any] = read_pi05_sizes(files)
     raw = files.read_json("config.json")
@@ -212,4 +222,6 @@ def _open_pi05(
         config = Pi05Config(**sizes | switches)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.options: {error}") from error
-    return config, None if _is_ours_and_unnormalised(raw) else read_pi05_statistics(folder, unnorm_key)
+    if other is not None or _is_ours_and_unnormalised(raw):
+        return config, other
+    return config, read_pi05_statistics(folder, unnorm_key)

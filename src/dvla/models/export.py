@@ -17,6 +17,7 @@ from dvla.config import ConfigError, ModelConfig
 from dvla.models.checkpoint import NOISE_HEAD, open_checkpoint, original_shapes, weight_map_of
 from dvla.models.checkpoint_files import INDEX_FILE, SINGLE_FILE, CheckpointFiles, TensorPlan, write_safetensors
 from dvla.models.lora import merged_reader
+from dvla.models.normalization import Statistics
 from dvla.models.openvla_oft_config import OpenVLAOFTConfig
 from dvla.models.pi05_config import Pi05Config
 from dvla.models.weight_map import WeightMap, export_tensor, source_shapes
@@ -25,13 +26,14 @@ PROPRIO = "proprio_projector."
 _Read = Callable[[str], Tensor]
 
 
-def write_policy(policy: Any, model: ModelConfig, out: Path) -> None:
+def write_policy(policy: Any, model: ModelConfig, out: Path, statistics: Statistics | None = None) -> None:
     """Write a plain policy with its weights on the CPU.
 
     Args:
         policy: The policy, with or without adapters.
         model: The config it was built from: with a checkpoint, its layout is the checkpoint's.
         out: A new folder.
+        statistics: Normalisation that took the place of the checkpoint's.
 
     Raises:
         ConfigError: The model has no layout of another tool.
@@ -44,8 +46,10 @@ def write_policy(policy: Any, model: ModelConfig, out: Path) -> None:
     temporary.chmod(0o755)
     try:
         if model.checkpoint is not None:
-            opened = open_checkpoint(model, with_tokenizer=False)
+            opened = open_checkpoint(model, with_tokenizer=False, statistics=statistics)
             _write_like(opened.files, opened.weight_map, read_parameter, temporary)
+            if statistics is not None:
+                _replace_statistics(model.name, statistics, temporary)
         else:
             _write_new(policy, read_parameter, temporary)
         head = {name: p for name, p in policy.named_parameters() if name.startswith("noise_head.")}
@@ -75,6 +79,27 @@ def _write_like(files: CheckpointFiles, weight_map: WeightMap, read_parameter: _
             (shutil.copytree if path.is_dir() else shutil.copyfile)(path, out / path.name)
 
 
+def _write_statistics(model: str, statistics: Statistics, out: Path) -> None:
+    """Write them where the original's tools look for them."""
+    if model == "pi05":
+        file, content = out / "assets" / statistics.key / "norm_stats.json", {"norm_stats": statistics.raw}
+    else:
+        file, content = out / "dataset_statistics.json", {statistics.key: statistics.raw}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _replace_statistics(model: str, statistics: Statistics, out: Path) -> None:
+    """Take away the statistics of what the weights were trained on before, and write those of what they are trained on now."""
+    for old in [*out.glob("**/norm_stats.json"), out / "dataset_statistics.json"]:
+        old.unlink(missing_ok=True)
+    _write_statistics(model, statistics, out)
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    if config.get("dvla", {}).get("normalized") is False:
+        config["dvla"]["normalized"] = True
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def _write_small(path: Path, tensors: dict[str, Tensor]) -> None:
     write_safetensors(path, [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], tensors.__getitem__)
 
@@ -99,11 +124,14 @@ def _write_new(policy: Any, read_parameter: _Read, out: Path) -> None:
         _write_small(out / "proprio_projector.safetensors", projector)
     tensors = [(name, torch.float32, tuple(shapes[name])) for name in names if not name.startswith(PROPRIO)]
     write_safetensors(out / SINGLE_FILE, tensors, read, {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(_describe(policy.config), indent=2) + "\n")
+    described = _describe(policy.config, normalized=policy.statistics is not None)
+    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    if policy.statistics is not None:
+        _write_statistics("pi05" if isinstance(policy.config, Pi05Config) else "openvla_oft", policy.statistics, out)
     policy.tokenizer.save(out)
 
 
-def _describe(config: OpenVLAOFTConfig | Pi05Config) -> dict[str, Any]:
+def _describe(config: OpenVLAOFTConfig | Pi05Config, *, normalized: bool) -> dict[str, Any]:
     """What the original keeps in ``config.json``, and under ``dvla`` what it has no place for."""
     options = dataclasses.asdict(config)
     if isinstance(config, Pi05Config):
@@ -117,7 +145,7 @@ def _describe(config: OpenVLAOFTConfig | Pi05Config) -> dict[str, Any]:
             "paligemma_variant": "gemma_2b" if config.hidden_size == 2048 else "dvla",
             "action_expert_variant": "gemma_300m" if config.expert_hidden_size == 1024 else "dvla",
             "precision": "float32",
-            "dvla": {"normalized": False, "options": {key: options[key] for key in switches}},
+            "dvla": {"normalized": normalized, "options": {key: options[key] for key in switches}},
         }
     switches = ["keep_stop_token", "center_crop", "pixel_means", "pixel_stds"]
     return {
@@ -145,7 +173,7 @@ def _describe(config: OpenVLAOFTConfig | Pi05Config) -> dict[str, Any]:
         "vision_backbone_id": "dinosiglip-vit-so-224px",
         "timm_model_ids": ["dvla_dino", "dvla_siglip"],
         "dvla": {
-            "normalized": False,
+            "normalized": normalized,
             "dino_heads": config.dino_heads,
             "siglip_heads": config.siglip_heads,
             "options": {key: options[key] for key in switches},

@@ -108,9 +108,17 @@ def read_openvla_statistics(folder: Path, unnorm_key: str | None) -> Statistics:
     else:
         fitting = [key for key in (unnorm_key, f"{unnorm_key}_no_noops") if key in known][:1]
     key = _only(fitting, known, folder, unnorm_key)
-    raw = known[key]
+    return openvla_statistics(key, known[key], folder)
+
+
+def openvla_statistics(key: str, raw: Mapping[str, Any], path: Path) -> Statistics:
+    """Statistics from an entry of OpenVLA's ``dataset_statistics.json``; `path` is where it is from, for messages.
+
+    Raises:
+        ConfigError: They are not usable.
+    """
     state = {**raw["proprio"], "mask": None} if "proprio" in raw else None
-    return _statistics(key, raw, folder, raw.get("action", {}), state, _OPENVLA_EPS)
+    return _statistics(key, raw, path, raw.get("action", {}), state, _OPENVLA_EPS)
 
 
 def read_pi05_statistics(folder: Path, unnorm_key: str | None) -> Statistics:
@@ -144,8 +152,16 @@ def read_pi05_statistics(folder: Path, unnorm_key: str | None) -> Statistics:
     if known[key].suffix == ".safetensors":
         return _read_lerobot(known[key], lerobot)
     raw = _read_json(known[key])
-    raw = raw.get("norm_stats", raw)
-    return _statistics(key, raw, known[key], raw.get("actions", {}), raw.get("state"), _OPENPI_EPS)
+    return openpi_statistics(key, raw.get("norm_stats", raw), known[key])
+
+
+def openpi_statistics(key: str, raw: Mapping[str, Any], path: Path) -> Statistics:
+    """Statistics from the content of openpi's ``norm_stats.json``; `path` is where it is from, for messages.
+
+    Raises:
+        ConfigError: They are not usable.
+    """
+    return _statistics(key, raw, path, raw.get("actions", {}), raw.get("state"), _OPENPI_EPS)
 
 
 def _read_lerobot(path: Path, config: Mapping[str, Any]) -> Statistics:

@@ -102,6 +102,7 @@ class OpenVLAOFT(nn.Module):
         self.num_action_chunks = num_action_chunks
         self.action_dim = spec.action_dim
         self.num_tokens = num_action_chunks * spec.action_dim
+        self.num_imitated_steps = num_action_chunks
         self.record_spec = {"tokens": RecordField((num_action_chunks, spec.action_dim), torch.uint8)}
 
         self.vision_backbone = FusedVisionBackbone(config)
@@ -220,6 +221,38 @@ class OpenVLAOFT(nn.Module):
             command = torch.where(actions[..., -1:] > 0.5, self._gripper_open, -self._gripper_open)
             actions = torch.cat((actions[..., :-1], command), dim=-1)
         return actions.clamp(-1, 1)
+
+    def from_environment(self, actions: Tensor) -> Tensor:
+        """Actions (B, K, A) in the model's units, from the environment's: the inverse of `to_environment`."""
+        if self._action_bounds is None:
+            return actions
+        normalized = self._action_bounds.normalize(actions)
+        if self._commands_gripper:
+            is_open = (actions[..., -1:] * self._gripper_open > 0).to(normalized.dtype)
+            normalized = torch.cat((normalized[..., :-1], is_open), dim=-1)
+        return normalized
+
+    def imitation_loss(
+        self, obs: Observation, actions: Tensor, keys: Tensor, *, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross-entropy over the bins of demonstrated actions, see `dvla.models.policy.Imitator.imitation_loss`.
+
+        At a temperature of 1 and without smoothing it is minus the log-probability that `forward` finds for these bins.
+
+        Args:
+            obs: B observations.
+            actions: (B, K, A) float32 in the environment's units.
+            keys: Unused: nothing is drawn.
+            label_smoothing: Share of the target that is spread evenly over all bins.
+        """
+        logprobs = self._bin_logprobs(obs)
+        tokens = self.tokenize_actions(self.from_environment(actions))
+        loss = -logprobs.gather(-1, tokens.unsqueeze(-1)).sum(-1)
+        if label_smoothing:
+            loss = (1 - label_smoothing) * loss - label_smoothing * logprobs.mean(-1)
+        best = self.bin_centers[logprobs.detach().argmax(-1)]
+        error = (self.to_environment(best) - actions).abs()
+        return loss, error, best == self.bin_centers[tokens]
 
     def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of recorded tokens, see `dvla.models.policy.Policy.forward`."""

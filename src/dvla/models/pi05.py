@@ -37,6 +37,7 @@ from dvla.rl.noise import normal, uniform
 
 _MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0  # of the time embedding's waves
 _START, _STEP, _INDEX = 0, 1, 2  # noise streams of one decision
+_TIME_POWER, _MIN_TIME = 1.5, 1e-3  # training times: Beta(1.5, 1), squeezed to begin at the latter
 
 
 def time_embedding(time: Tensor, width: int) -> Tensor:
@@ -129,6 +130,7 @@ class Pi05(nn.Module):
             statistics = _fitting(statistics, config, spec)
         self.config, self.statistics = config, statistics
         self.num_action_chunks, self.env_action_dim = num_action_chunks, spec.action_dim
+        self.num_imitated_steps = config.action_horizon
         horizon = (config.action_horizon, config.action_dim)
         if config.sampler == "flow_sde":
             self.record_spec = {
@@ -399,6 +401,33 @@ class Pi05(nn.Module):
         t = time.view(-1, 1, 1)
         velocity = self.velocity(self.denoise(prefix, t * noise + (1 - t) * actions, time))
         return (noise - actions - velocity).square()
+
+    def imitation_loss(self, obs: Observation, actions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Flow-matching loss of demonstrated actions, see `dvla.models.policy.Imitator.imitation_loss`.
+
+        Elements that only the model has count, with 0 as their action, as in openpi: the sampler integrates them, too.
+
+        Args:
+            obs: B observations.
+            actions: (B, H, A) float32 in the environment's units.
+            keys: (B,) int64 noise keys: they decide the noise and the time.
+
+        Returns:
+            The loss (B, H, action_dim); the error (B, H, A) of the action that the velocity at that time points to.
+        """
+        record = self._prompts_with_state(obs) if self.config.discrete_state_input else {}
+        prefix = self.encode_observation(obs, record)
+        bounds = self._action_bounds
+        normalized = actions if bounds is None else bounds.normalize(actions)
+        padded = F.pad(normalized, (0, self.config.action_dim - self.env_action_dim))
+        noise = normal(keys, *padded.shape[1:], stream=_START)
+        # The inverse of that distribution's cumulative one, t ** 1.5.
+        time = _MIN_TIME + (1 - _MIN_TIME) * uniform(keys, stream=_INDEX * 2) ** (1 / _TIME_POWER)
+        loss = self.flow_loss(prefix, padded, noise, time)
+        error = time.view(-1, 1, 1) * loss.detach().sqrt()[..., : self.env_action_dim]
+        if bounds is not None:
+            error = error * torch.where(bounds.mask, 0.5 * bounds.span, 1.0).to(error.dtype)
+        return loss, error, None
 
     def _executed(self, x: Tensor) -> Tensor:
         """What is executed of (B, H, action_dim): (B, K, A)."""

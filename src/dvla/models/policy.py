@@ -70,3 +70,25 @@ class Policy(Protocol):
 
     def fsdp_units(self) -> list[torch.nn.Module]:
         """Submodules to shard as units of their own, in forward order; the rest goes to the root unit."""
+
+
+class Imitator(Policy, Protocol):
+    """A policy that can be trained by behaviour cloning, too (`dvla.cloning`)."""
+
+    num_imitated_steps: int
+    """Control steps H whose actions one sample gives."""
+
+    def imitation_loss(self, obs: Observation, actions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """How far the policy is from demonstrated actions.
+
+        Args:
+            obs: B observations.
+            actions: (B, H, A) float32, what the demonstrator did from there on, in the environment's units. Steps beyond
+                the end of an episode are the caller's to leave out.
+            keys: (B,) int64 noise keys: all randomness must come from them.
+
+        Returns:
+            The loss by element (B, H, …) float32, differentiable; the absolute error (B, H, A) of the policy's best guess in
+            the environment's units; and whether that is the demonstrated action (B, H, A) bool, None where actions are no
+            choice among few.
+        """

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from dvla.config import ConfigError, ModelConfig
 from dvla.envs.protocol import EnvSpec
 from dvla.models.registry import build_policy, check_model, known_model
+
+if TYPE_CHECKING:
+    from dvla.models.normalization import Statistics
 
 
 @dataclass(slots=True)
@@ -39,7 +42,14 @@ class PolicySource:
         return replica
 
 
-def prepare_policy(model: ModelConfig, *, spec: EnvSpec, seed: int, without_weights: bool = False) -> PolicySource:
+def prepare_policy(
+    model: ModelConfig,
+    *,
+    spec: EnvSpec,
+    seed: int,
+    without_weights: bool = False,
+    statistics: Statistics | None = None,
+) -> PolicySource:
     """Build what ``model`` describes, with its frozen parts and adapters.
 
     Args:
@@ -47,6 +57,7 @@ def prepare_policy(model: ModelConfig, *, spec: EnvSpec, seed: int, without_weig
         spec: The environment it is for.
         seed: Of random weights.
         without_weights: Build it on ``meta`` in any case, to look at it only.
+        statistics: Normalisation for random weights, or instead of the checkpoint's.
 
     Raises:
         ConfigError: A setting does not fit the model, the environment or the checkpoint.
@@ -62,11 +73,12 @@ def prepare_policy(model: ModelConfig, *, spec: EnvSpec, seed: int, without_weig
                 num_action_chunks=model.num_action_chunks,
                 temperature=model.temperature,
                 seed=seed,
+                **({} if statistics is None else {"statistics": statistics}),
             )
     else:
         from dvla.models.checkpoint import build_from_checkpoint, open_checkpoint
 
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, statistics=statistics)
         policy = build_from_checkpoint(known_model(model.name, "nano", {})[0], checkpoint, spec, model)
 
         def load(target: nn.Module) -> None:

@@ -33,6 +33,7 @@ def build_policy(
     num_action_chunks: int,
     temperature: float,
     seed: int,
+    **more: Any,
 ) -> nn.Module:
     """Build a policy on the CPU, in float32.
 
@@ -46,6 +47,7 @@ def build_policy(
         temperature: Sampling temperature, > 0.
         seed: Determines the initial weights, whatever random numbers were drawn before; the global generators are left
             as they were.
+        **more: What only some models take, such as `statistics`.
 
     Raises:
         ConfigError: A name, preset or option is unknown or does not fit the environment; names the config key.
@@ -54,7 +56,7 @@ def build_policy(
     # devices=(): everything is drawn on the CPU, and looking at the accelerators would initialise them.
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        policy = build(spec=spec, num_action_chunks=num_action_chunks, temperature=temperature)
+        policy = build(spec=spec, num_action_chunks=num_action_chunks, temperature=temperature, **more)
     return policy.to(dtype=torch.float32)
 
 

@@ -27,7 +27,13 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
     settings = checkpoint.resolve().parents[1] / "config.yaml"
     if not settings.is_file():
         raise ConfigError(f"checkpoint={checkpoint}: {settings} is missing: the folder must lie in its run")
-    return yaml.safe_load(settings.read_text())
+    plain = yaml.safe_load(settings.read_text())
+    if "sft" in plain:
+        raise ConfigError(
+            f"checkpoint={checkpoint} is of an SFT run, whose policy is ready to be used: give "
+            f"model.checkpoint={settings.parent / 'policy'} instead"
+        )
+    return plain
 
 
 def as_config(plain: dict[str, Any]) -> Config:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTHING = 0  # kind of an empty header
-_HEAD_WORDS = 9  # kind, target, id, task, version, decision, greedy, slots, bytes; then three words per slot
+_HEAD_WORDS = 11  # kind, target, id, task, version, decision, greedy, generation, stage, slots, bytes; three per slot
 _LARGE = 1 << 16  # bytes from which a block travels from slot to slot without being packed
 _MAX_UNDER_WAY = 1 << 16  # parcels; slots bound them long before
 _CLOSING_S = 5.0
@@ -40,6 +40,8 @@ _BEATS = 4  # empty headers per time limit
 
 _REQUEST_FIELDS = frozenset({"images", "state", "ticket", "task"})
 _REPLY_FIELDS = frozenset({"actions", "logprobs", "behavior_version"})
+_OUTCOME_FIELDS = frozenset({"num_decisions", "success", "executed_steps", "rewards", "behavior_version"})
+_ABOUT_EPISODES = (Kind.group, Kind.outcome)
 
 
 def open_groups(
@@ -68,7 +70,8 @@ def slot_blocks(
 
     Args:
         arrays: The slot arrays, of `dvla.planes.slots`.
-        kind: `group` takes every field, `request` what the policy looks at, `reply` what it answers.
+        kind: `group` takes every field, `request` what the policy looks at, `reply` what it answers, `outcome` how the
+            episode went.
         slots: Slots of the parcel.
         decisions: Of each slot, which decisions travel.
     """
@@ -79,6 +82,7 @@ def slot_blocks(
             kind is Kind.group
             or (kind is Kind.request and name in _REQUEST_FIELDS)
             or (kind is Kind.reply and is_answer)
+            or (kind is Kind.outcome and name in _OUTCOME_FIELDS)
         ):
             for slot, span in zip(slots, decisions, strict=True):
                 block = array[slot : slot + 1]
@@ -218,7 +222,7 @@ class CollectiveTransport:
         return works + route.send([torch.from_numpy(block).to(self._device) for block in large], is_payload=True)
 
     def _has_gone(self, parcel: Parcel) -> None:
-        if parcel.kind is Kind.group:
+        if parcel.kind in _ABOUT_EPISODES:
             self._inbox.put(parcel.answer(Kind.freed))
         elif parcel.kind is Kind.reply:
             self.free(parcel)
@@ -226,7 +230,7 @@ class CollectiveTransport:
     def _header(self, parcel: Parcel, ends: list[int], num_bytes: int) -> Tensor:
         header = torch.zeros(self._header_words, dtype=torch.int64)
         ids = [parcel.peer, parcel.id, parcel.task, parcel.version, parcel.decision, parcel.greedy]
-        words = [parcel.kind, *ids, len(parcel.slots), num_bytes]
+        words = [parcel.kind, *ids, parcel.generation, parcel.stage, len(parcel.slots), num_bytes]
         for here, there, end in zip(parcel.slots, parcel.remote or parcel.slots, ends, strict=True):
             words += [here, there, end]
         header[: len(words)] = torch.tensor(words)
@@ -249,13 +253,25 @@ class CollectiveTransport:
     def _land(self, route: _Route, words: list[int]) -> Callable[[], None]:
         """Begin to receive what a header announces; how to finish that."""
         source = route.ranks.source
-        kind, target, number, task, version, decision, greedy, num_slots, num_bytes = words[:_HEAD_WORDS]
+        kind, target, number, task, version, decision, greedy, generation, stage, num_slots, num_bytes = words[
+            :_HEAD_WORDS
+        ]
         table = [words[_HEAD_WORDS + 3 * index :][:3] for index in range(num_slots)]
         theirs, ours, ends = ([row[column] for row in table] for column in range(3))
         is_mine = target == self._rank
         slots = self._places(Kind(kind), ours) if is_mine else [0] * num_slots
         parcel = Parcel(
-            Kind(kind), source, tuple(slots), number, task, version, decision, bool(greedy), remote=tuple(theirs)
+            Kind(kind),
+            source,
+            tuple(slots),
+            number,
+            task,
+            version,
+            decision,
+            bool(greedy),
+            generation,
+            stage,
+            tuple(theirs),
         )
         blocks = slot_blocks(self._arrays, parcel.kind, slots, _decisions(parcel, ends))
         if sum(block.size for block in blocks) != num_bytes:
@@ -284,7 +300,7 @@ class CollectiveTransport:
 
     def _places(self, kind: Kind, named: list[int]) -> list[int]:
         """Slots of this rank for what arrives: those the sender names for a reply, else free ones."""
-        if kind not in (Kind.group, Kind.request):
+        if kind not in (*_ABOUT_EPISODES, Kind.request):
             return named
         with self._landing_lock:
             return [self._landing.get("slots to land in") for _ in named]
@@ -297,7 +313,7 @@ def _by_size(blocks: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarra
 
 def _decisions(parcel: Parcel, ends: list[int]) -> list[range]:
     """Which decisions of each slot travel: all of an episode, or the one a request or reply is about."""
-    if parcel.kind is Kind.group:
+    if parcel.kind in _ABOUT_EPISODES:
         return [range(end) for end in ends]
     return [range(parcel.decision, parcel.decision + 1)] * len(ends)
 

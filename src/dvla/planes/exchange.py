@@ -30,14 +30,15 @@ Extent = tuple[int, int]
 
 
 class WeightExchange:
-    """The collective steps of a version; uses the world's node_pg and leaders_pg from the param_dist lane.
+    """The collective steps of a version; uses the world's weights_pg and leaders_pg from the param_dist lane.
 
-    Each wait is bounded by the timeout of its group.
+    Each wait is bounded by the timeout of its group. All ranks make one, those that neither train nor infer for the others'
+    sake.
 
     Args:
         world: This rank; its control group is used in the constructor only.
         manifest: Layout of a version.
-        owned: The parts of a buffer that this rank writes.
+        owned: The parts of a buffer that this rank writes; none if it does not train.
         buffers: The node's host buffers.
 
     Raises:
@@ -61,19 +62,19 @@ class WeightExchange:
             WeightPlaneError: Ranks mean different versions, or one did not come.
         """
         world = self._world
-        self._agree(world.node_pg, publication, f"the other ranks of node {world.node} to write their shards")
+        self._agree(world.weights_pg, publication, f"the other ranks of node {world.node} to write their shards")
         if world.num_nodes == 1:
             return
         if world.leaders_pg is not None:
             self._agree(world.leaders_pg, publication, "the leaders of the other nodes to have all their shards")
             with self._waiting_for(publication, "the leaders of the other nodes to send and receive"):
                 self._exchange(world.leaders_pg, self._buffers[publication.buffer])
-        self._agree(world.node_pg, publication, f"the leader of node {world.node} to receive from the other nodes")
+        self._agree(world.weights_pg, publication, f"the leader of node {world.node} to receive from the other nodes")
 
     def await_applied(self, publication: Publication) -> None:
         """Return when every replica of this node has applied the version before `publication`; raises as `gather`."""
         node = self._world.node
-        self._agree(self._world.node_pg, publication, f"the replicas of node {node} to apply the version before")
+        self._agree(self._world.weights_pg, publication, f"the replicas of node {node} to apply the version before")
 
     def _exchange(self, group: dist.ProcessGroup, buffer: Tensor) -> None:
         """Send this node's extents to every other leader while receiving theirs; a node is its leader's rank in `group`."""
@@ -91,8 +92,7 @@ class WeightExchange:
 
     def _agree(self, group: dist.ProcessGroup, publication: Publication, waiting_for: str) -> None:
         """Wait for the ranks of `group`, and check that they mean the same version of the same weights."""
-        digest = int((publication.digest or "0")[:15], 16)
-        mine = torch.tensor([publication.version, self._manifest.digest(), digest])
+        mine = torch.tensor([publication.version, self._manifest.digest(), publication.digest or 0])
         limits = torch.stack([mine, -mine])
         with self._waiting_for(publication, waiting_for):
             dist.all_reduce(limits, dist.ReduceOp.MAX, group=group)

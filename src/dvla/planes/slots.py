@@ -34,6 +34,34 @@ class SlotField:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class SlotShares:
+    """Which slots of a memory are whose: first those for training, sampler by sampler, then those for evaluation."""
+
+    training: int
+    """Slots of each sampling rank for training."""
+    evaluation: int
+    """And for evaluation."""
+    num_samplers: int
+    """Sampling ranks that share the memory."""
+    sampler: int
+    """The number of this one among them."""
+
+    @property
+    def total(self) -> int:
+        """All slots."""
+        return self.num_samplers * (self.training + self.evaluation)
+
+    def for_training(self) -> range:
+        """The training slots of this sampling rank."""
+        return range(self.sampler * self.training, (self.sampler + 1) * self.training)
+
+    def for_evaluation(self) -> range:
+        """Its evaluation slots."""
+        first = self.num_samplers * self.training + self.sampler * self.evaluation
+        return range(first, first + self.evaluation)
+
+
 def slot_layout(
     spec: EnvSpec,
     *,

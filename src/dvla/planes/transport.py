@@ -1,7 +1,7 @@
-"""How observations, actions and finished groups get from one set of ranks to another: one interface, three ways.
+"""How orders, observations, actions and finished groups get from one set of ranks to another: one interface, two ways.
 
-* `LocalTransport` (here): both ends are lanes of one process. Ids pass through a channel.
-* `dvla.planes.shared_transport`: both ranks are on one node and map one slot memory. Ids pass through a Unix socket.
+* `dvla.planes.shared_transport`: the ranks are on one node (or are one) and map one slot memory. Ids pass through a Unix
+  socket, or within a process through a channel.
 * `dvla.planes.collective_transport`: the ranks share no memory. What the slots hold travels, too, into slots of the
   receiver.
 
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
-from dvla.planes.semaphore import Channel, StopFlag, Stopped, WaitTimeoutError, wait_any
+from dvla.planes.semaphore import Stopped, WaitTimeoutError, wait_any
 
 if TYPE_CHECKING:
-    from typing import Self
+    from dvla.planes.semaphore import StopFlag
 
 
 class Kind(IntEnum):
@@ -32,12 +32,20 @@ class Kind(IntEnum):
     """To the inference rank: the observation of `decision` lies in the slot, which is lent until the reply."""
     reply = 3
     """To the sampling rank: the actions of `decision` lie in the slot it had lent."""
-    dropped = 4
-    """To the sampling rank: group `id` had no signal, another may start in its place. Its slots are freed apart."""
+    order = 4
+    """To the sampling rank: sample group `id`; it may begin once the weights of `version` are in use."""
     freed = 5
     """To the sampling rank: the slots of group `id` may hold other episodes."""
     left = 6
     """The peer has closed in order: nothing more comes from it."""
+    round = 7
+    """To the sampling rank: evaluate `version`, or a newer one, on all evaluation episodes."""
+    outcome = 8
+    """To the training rank: the evaluation episode of `task` and initial state `id` is over; like a group of one slot."""
+    wish = 9
+    """To the training rank: this rank was asked to stop the run."""
+    published = 10
+    """To a rank that infers but does not train: shards of `version` lie, or will, in host buffer `id`, digest `task`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +61,15 @@ class Parcel:
     """Number of the group; of a request and its reply the environment."""
     task: int = 0
     version: int = 0
-    """At which the group began; of a request and its reply the generation of the environment's worker."""
+    """The weights that its decisions are made with, or newer ones."""
     decision: int = 0
     """Of a request and its reply."""
     greedy: bool = False
     """Of a request: whether it asks for the likeliest actions."""
+    generation: int = 0
+    """Of a request and its reply: of the environment's worker, so that a reply for one that was replaced is known."""
+    stage: int = 0
+    """Of a request: of those of one stage at a time an inference batch is made."""
     remote: tuple[int, ...] = ()
     """The same slots as the peer counts them, on a parcel that was received."""
 
@@ -114,37 +126,3 @@ def receive_within(transport: Transport, stop: StopFlag, seconds: float, waiting
             )
         if (parcel := transport.receive()) is not None:
             return parcel
-
-
-class LocalTransport:
-    """One end of a pair within a process: two channels, one per direction."""
-
-    def __init__(self, outbox: Channel[Parcel], inbox: Channel[Parcel]) -> None:
-        self._outbox, self._inbox = outbox, inbox
-
-    @classmethod
-    def pair(cls, name: str, capacity: int, stop: StopFlag, timeout_s: float) -> tuple[Self, Self]:
-        """Both ends; `capacity` bounds the parcels under way in each direction."""
-        one: Channel[Parcel] = Channel(name, capacity, stop, timeout_s)
-        other: Channel[Parcel] = Channel(f"{name} (back)", capacity, stop, timeout_s)
-        return cls(one, other), cls(other, one)
-
-    def fileno(self) -> int:
-        """See `Transport`."""
-        return self._inbox.semaphore.fileno()
-
-    def send(self, parcel: Parcel) -> None:
-        """See `Transport`; raises OverflowError beyond the capacity."""
-        self._outbox.put(replace(parcel, remote=parcel.slots))
-
-    def receive(self) -> Parcel | None:
-        """See `Transport`."""
-        return self._inbox.try_get()
-
-    def free(self, group: Parcel) -> None:
-        """See `Transport`."""
-        self.send(group.answer(Kind.freed))
-
-    def close(self) -> None:
-        """See `Transport`."""
-        self.send(Parcel(Kind.left, peer=0))

@@ -38,8 +38,8 @@ class Publication:
 
     version: int
     buffer: int
-    digest: str | None
-    """SHA-256 of the learner's full parameters, when transfers are verified."""
+    digest: int | None
+    """Of the learner's full parameters, when transfers are verified (`learner_digest`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,17 @@ class Arrival:
 
     version: int
     buffer: int
-    digest: str | None
+    digest: int | None
 
 
 def reads_in_place(device: torch.device) -> bool:
     """Whether replicas on `device` compute with the host buffer itself instead of a copy."""
     return device.type == "cpu"
+
+
+def num_host_buffers(device: torch.device) -> int:
+    """Host buffers of a node whose replicas are on `device`; see `HostBuffers`."""
+    return 3 if reads_in_place(device) else 2
 
 
 class HostBuffers:
@@ -64,7 +69,7 @@ class HostBuffers:
 
     Args:
         manifest: Layout of a version.
-        group: A gloo group of the ranks of this node; this class uses it in its constructor only.
+        group: A gloo group of the ranks of this node that train or infer; used in the constructor only.
         device: The rank's device; with a GPU the memory is pinned.
 
     Raises:
@@ -73,7 +78,7 @@ class HostBuffers:
 
     def __init__(self, manifest: Manifest, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
-        count = 3 if reads_in_place(device) else 2
+        count = num_host_buffers(device)
         size = count * manifest.num_bytes
         said: list[Any] = [None, None, None]  # process, descriptor, fault
         if dist.get_rank(group) == 0:
@@ -193,14 +198,18 @@ class ShardWriter:
         finish_copies(self._device)
 
 
-def learner_digest(manifest: Manifest, parameters: dict[str, Tensor]) -> str:
-    """SHA-256 of the learner's full parameters as they travel; collective over the learner's mesh, for verification."""
+def learner_digest(manifest: Manifest, parameters: dict[str, Tensor]) -> int:
+    """60 bits of the SHA-256 of the learner's full parameters as they travel; collective over the learner's mesh."""
     digest = hashlib.sha256()
     for entry in manifest.entries:
         parameter = parameters[entry.name].detach()
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         _feed(digest, full.to("cpu", manifest.dtype))
-    return digest.hexdigest()
+    return _number(digest)
+
+
+def _number(digest: hashlib._Hash) -> int:
+    return int(digest.hexdigest()[:15], 16)
 
 
 def _feed(digest: hashlib._Hash, tensor: Tensor) -> None:
@@ -247,9 +256,9 @@ class Replica:
             self._views[address] = [self._manifest.view(buffer, entry) for entry in self._manifest.entries]
         return self._views[address]
 
-    def digest(self) -> str:
-        """SHA-256 over the parameters as the policy sees them, comparable to `learner_digest`."""
+    def digest(self) -> int:
+        """Of the parameters as the policy sees them, comparable to `learner_digest`."""
         digest = hashlib.sha256()
         for parameter in self._parameters:
             _feed(digest, parameter.detach().to("cpu"))
-        return digest.hexdigest()
+        return _number(digest)

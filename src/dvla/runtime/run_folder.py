@@ -13,10 +13,10 @@ from pathlib import Path
 
 import yaml
 
-from dvla.config import Config, ConfigError, to_plain
+from dvla.config import Config, ConfigError, SftConfig, to_plain
 
 
-def prepare(config: Config, *, resuming: bool) -> Path:
+def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
     """Make the run folder, or take over an old one as the config allows; rank 0 only.
 
     Returns:

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from dvla.config import ConfigError
+from dvla.config import ConfigError, PlacementConfig
 from dvla.runtime.device import backend, choose_device
+from dvla.runtime.placement import Roles, place
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dvla.config import Device
 
 
@@ -34,26 +37,66 @@ class World:
     local_rank: int
     local_world_size: int
     device: torch.device
+    roles: Roles
+    """Which global ranks of this node sample, infer and train."""
     learner_mesh: DeviceMesh
-    """Axes ``replicate`` and ``shard``, the first only with HSDP. Learner collectives; grpo lane."""
+    """The training ranks. Axes ``replicate`` and ``shard``, the first only with HSDP. Learner collectives; grpo lane."""
     control_pg: dist.ProcessGroup
-    """gloo, all ranks: agreements, metrics, checkpoints; the main thread during set-up, then the grpo lane."""
+    """gloo, all ranks: agreements of the main threads, before the lanes start and after they have ended."""
+    learners_pg: dist.ProcessGroup
+    """gloo, the training ranks: agreements, metrics, checkpoints; the main thread during set-up, then the grpo lane."""
     node_pg: dist.ProcessGroup
-    """gloo, the ranks of this node: the weight plane within it; the main thread during set-up, then param_dist."""
+    """gloo, the ranks of this node: set-up of what they share; main thread."""
+    weights_pg: dist.ProcessGroup
+    """gloo, the ranks of this node that train or infer: the weight plane within it; the main thread during set-up, then
+    the param_dist lane."""
     leaders_pg: dist.ProcessGroup | None = None
-    """gloo, local rank 0 of every node: the weight plane between nodes; param_dist lane. None on other ranks, and on
-    one node."""
+    """gloo, the first training rank of every node: the weight plane between nodes; param_dist lane. None on other ranks,
+    and on one node."""
     node: int = 0
 
     @property
+    def main_rank(self) -> int:
+        """The rank that writes what a run has once: the first that trains."""
+        return self.roles.training[0] - self.node * self.local_world_size
+
+    @property
     def is_main(self) -> bool:
-        """Whether this rank writes what a run has once."""
-        return self.rank == 0
+        """Whether this is the main rank."""
+        return self.rank == self.main_rank
 
     @property
     def num_nodes(self) -> int:
         """Nodes, each with `local_world_size` ranks."""
         return self.world_size // self.local_world_size
+
+    @property
+    def num_learners(self) -> int:
+        """Training ranks of all nodes."""
+        return len(self.roles.training) * self.num_nodes
+
+    @property
+    def num_samplers(self) -> int:
+        """Sampling ranks of all nodes."""
+        return len(self.roles.sampling) * self.num_nodes
+
+    @property
+    def main_sampler(self) -> int:
+        """The first rank that samples."""
+        return self.roles.sampling[0] - self.node * self.local_world_size
+
+    @property
+    def learner(self) -> int:
+        """This rank's number among all training ranks."""
+        return self.node * len(self.roles.training) + self.roles.training.index(self.rank)
+
+    def local(self, rank: int) -> int:
+        """The local rank of `rank`, which is of this node."""
+        return rank - self.node * self.local_world_size
+
+    def sampler(self, rank: int) -> int:
+        """The number among all sampling ranks of `rank`, which is of this node."""
+        return self.node * len(self.roles.sampling) + self.roles.sampling.index(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +116,11 @@ def restart_count() -> int:
 
 
 def join_world(
-    wanted: Device, timeout_s: float, replicate_size: int | None = None, join_timeout_s: float = 600.0
+    wanted: Device,
+    timeout_s: float,
+    replicate_size: int | None = None,
+    placement: PlacementConfig | None = None,
+    join_timeout_s: float = 600.0,
 ) -> World:
     """Join the ranks torchrun started; alone, without torchrun, this is a world of one.
 
@@ -81,7 +128,9 @@ def join_world(
         wanted: Device to compute on.
         timeout_s: Seconds a collective of any group may take.
         replicate_size: Copies of the sharded learner (HSDP). None makes one per node: parameters are gathered within a
-            node, and only reduced gradients cross the network. 1 shards over all ranks, which needs the least memory.
+            node, and only reduced gradients cross the network. 1 shards over all training ranks, which needs the least
+            memory.
+        placement: Which ranks of each node do what; None for everything on every rank.
         join_timeout_s: Seconds to wait for the other ranks.
 
     Raises:
@@ -98,13 +147,15 @@ def join_world(
     except ConfigError as error:  # perhaps of this node alone: the others must hear of it
         fault = str(error)
     store = _open_store(rank, join_timeout_s)
-    place = _Place(node, local_world_size, socket.gethostname(), fault)
-    places = _meet(store, place, rank, world_size, join_timeout_s)
+    mine = _Place(node, local_world_size, socket.gethostname(), fault)
+    places = _meet(store, mine, rank, world_size, join_timeout_s)
     _check(places)
     num_nodes = world_size // local_world_size
+    local_roles = place(placement or PlacementConfig(), local_world_size)
+    learners = [node * local_world_size + r for node in range(num_nodes) for r in local_roles.training]
     replicate_size = num_nodes if replicate_size is None else replicate_size
-    if world_size % replicate_size:
-        raise ConfigError(f"runtime.replicate_size={replicate_size} does not divide the {world_size} ranks")
+    if len(learners) % replicate_size:
+        raise ConfigError(f"runtime.replicate_size={replicate_size} does not divide the {len(learners)} training ranks")
 
     # Every rank makes every group here, in this order: group creation is collective.
     timeout = timedelta(seconds=timeout_s)
@@ -116,21 +167,37 @@ def join_world(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    if replicate_size == 1:
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    else:
-        sizes = (replicate_size, world_size // replicate_size)
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
-    control_pg = dist.new_group(backend="gloo", timeout=timeout)
-    nodes = [[r for r, other in enumerate(places) if other.node == n] for n in range(num_nodes)]
-    node_pgs = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in nodes]
+    grid, names = torch.tensor(learners), ["shard"]
+    if replicate_size > 1:
+        grid, names = grid.view(replicate_size, -1), ["replicate", "shard"]
+    mesh = DeviceMesh(device.type, grid, mesh_dim_names=tuple(names))
+
+    def gloo(ranks: Sequence[int]) -> dist.ProcessGroup:
+        return dist.new_group(ranks, backend="gloo", timeout=timeout)
+
+    roles = [local_roles.on_node(n, local_world_size) for n in range(num_nodes)]
+    control_pg, learners_pg = gloo(range(world_size)), gloo(learners)
+    node_pgs = [gloo(range(n * local_world_size, (n + 1) * local_world_size)) for n in range(num_nodes)]
+    weights_pgs = [gloo(its.with_weights) for its in roles]
     leaders_pg = None
     if num_nodes > 1:
-        leaders = [ranks[0] for ranks in nodes]
-        group = dist.new_group(leaders, backend="gloo", timeout=timeout)
+        leaders = [its.training[0] for its in roles]
+        group = gloo(leaders)
         leaders_pg = group if rank in leaders else None
     return World(
-        rank, world_size, local_rank, local_world_size, device, mesh, control_pg, node_pgs[node], leaders_pg, node
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        device,
+        roles[node],
+        mesh,
+        control_pg,
+        learners_pg,
+        node_pgs[node],
+        weights_pgs[node],
+        leaders_pg,
+        node,
     )
 
 

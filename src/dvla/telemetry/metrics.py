@@ -46,19 +46,20 @@ class MetricsWriter:
 
             self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=resume_at + 1)
 
-    def write(self, policy_version: int, env_steps: int, values: Mapping[str, float | None]) -> None:
+    def write(self, policy_version: int, env_steps: int | None, values: Mapping[str, float | None]) -> None:
         """Write one step.
 
         Args:
             policy_version: Optimiser steps done; the x axis.
-            env_steps: Simulator control steps so far; the other x axis.
+            env_steps: Simulator control steps so far; the other x axis. None where there is no simulator.
             values: By tag; what is None, NaN or infinite is null in the file and left out of TensorBoard.
         """
         finite = {tag: value for tag, value in values.items() if value is not None and math.isfinite(value)}
-        line = {"policy_version": policy_version, "env_steps": env_steps} | dict.fromkeys(values) | finite
+        counts = {} if env_steps is None else {"env_steps": env_steps}
+        line = {"policy_version": policy_version} | counts | dict.fromkeys(values) | finite
         self._file.write(json.dumps(line, default=float) + "\n")
         if self._tensorboard:
-            for tag, value in {"rollout/env_steps": env_steps, **finite}.items():
+            for tag, value in ({f"rollout/{key}": count for key, count in counts.items()} | finite).items():
                 self._tensorboard.add_scalar(tag, float(value), policy_version)
 
     def write_evaluation(self, policy_version: int, values: Mapping[str, float]) -> None:

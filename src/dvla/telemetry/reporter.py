@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from dvla.config import Config, Schedule, to_plain
+from dvla.config import Config, to_plain
 from dvla.telemetry.console import Console
 from dvla.telemetry.film import save_film
-from dvla.telemetry.lane_clock import LaneClock
+from dvla.telemetry.lane_clock import LaneClock, LaneUse
+from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.metrics import MetricsWriter
 from dvla.telemetry.summary import LANE_KEYS, first_last_mean, write_summary
 
@@ -47,10 +49,12 @@ class Reporter:
         self._earlier_wall_s = 0.0
         self._time = LaneClock()  # of this attempt
         self._policy_version = 0
-        self._clocks: dict[str, LaneClock] = {}
+        self._lane_uses: Callable[[], dict[str, LaneUse]] = lambda: dict.fromkeys(LANES, LaneUse())
+        self._last_uses = self._lane_uses()
         self._sync_seconds: list[float] = []
         self._weight_bytes = self._groups_lost = 0
         self._num_slots, self._num_free_slots = 0, lambda: 0
+        self._memory_usage: Callable[[], dict[str, float]] = dict
 
     def __enter__(self) -> Self:
         return self
@@ -64,6 +68,12 @@ class Reporter:
         """Say what is being set up."""
         logger.info("%s", text, extra={"file_only": True})
         self._console.phase(text)
+
+    def say(self, lines: list[str]) -> None:
+        """Show and log lines about the run."""
+        for line in lines:
+            logger.info("%s", line, extra={"file_only": True})
+            self._console.message(line)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on counting where a checkpoint left off."""
@@ -84,19 +94,19 @@ class Reporter:
     def training_starts(
         self,
         *,
-        clocks: dict[str, LaneClock],
+        lane_uses: Callable[[], dict[str, LaneUse]],
         sync_seconds: list[float],
         weight_bytes: int,
         num_slots: int,
         num_free_slots: Callable[[], int],
         policy_version: int,
+        memory_usage: Callable[[], dict[str, float]],
     ) -> None:
         """Set-up is over; the clock of the run starts."""
-        self._clocks, self._sync_seconds, self._weight_bytes = clocks, sync_seconds, weight_bytes
+        self._lane_uses, self._sync_seconds, self._weight_bytes = lane_uses, sync_seconds, weight_bytes
         self._num_slots, self._num_free_slots = num_slots, num_free_slots
-        self._policy_version = policy_version
-        for clock in (self._time, *clocks.values()):
-            clock.start(busy=self._config.runtime.schedule is Schedule.overlapped)
+        self._policy_version, self._memory_usage = policy_version, memory_usage
+        self._time.start()
         if self._world.is_main:
             tensorboard = self._config.telemetry.tensorboard
             self._metrics = MetricsWriter(self._folder, tensorboard=tensorboard, resume_at=policy_version)
@@ -106,8 +116,7 @@ class Reporter:
     def training_ends(self, *, groups_lost: int) -> None:
         """The lanes have ended; what follows is no part of the throughput. `groups_lost` were in flight on this rank."""
         self._groups_lost = groups_lost
-        for clock in (self._time, *self._clocks.values()):
-            clock.stop()
+        self._time.stop()
 
     def step(self, report: StepReport) -> None:
         """Take in one batch; called by the grpo lane."""
@@ -120,7 +129,7 @@ class Reporter:
         self._history.append((values["rollout/success_rate"] or 0.0, values["rollout/return"] or 0.0))
         previous, self._policy_version = self._policy_version, report.policy_version
         seconds = self._time.delta().wall_s
-        values |= report.values
+        values |= report.values | self._memory_usage()
         values["perf/env_steps_per_s"] = tally.env_steps / seconds
         values["perf/decisions_per_s"] = tally.decisions / seconds
         values["plane/data/slots_used"] = self._num_slots - self._num_free_slots()
@@ -128,8 +137,10 @@ class Reporter:
         values["plane/weights/version_syncs"] = len(self._sync_seconds)
         if self._sync_seconds:
             values["plane/weights/sync_s"] = self._sync_seconds[-1]
-        for name, clock in self._clocks.items():
-            use = clock.delta()
+        uses, last = self._lane_uses(), self._last_uses
+        self._last_uses = uses
+        for name in LANES:
+            use = LaneUse(*map(operator.sub, uses[name], last[name]))
             for key in ("busy_frac", "wait_s", "items_per_s"):
                 values[f"lane/{name}/{key}"] = getattr(use, key)
         if self._metrics:
@@ -168,7 +179,7 @@ class Reporter:
         wall_s, trained = self._wall_s(), totals["trained_decisions"]
         success_first, success_last = first_last_mean([success for success, _ in self._history])
         return_first, return_last = first_last_mean([mean_return for _, mean_return in self._history])
-        uses = {name: clock.total() for name, clock in self._clocks.items()}
+        uses = self._lane_uses()
         return {
             "run": config.run.name,
             "exit": outcome,

@@ -1,0 +1,21 @@
+"""A policy that takes as long as it is told, for `bench_placements.py`."""
+
+from __future__ import annotations
+
+import time
+
+from dvla.models.mlp import MLPConfig, MLPPolicy
+
+
+class DelayedPolicy(MLPPolicy):
+    """A tiny perceptron that sleeps `seconds` for each decision of a batch."""
+
+    def __init__(self, preset, spec, num_action_chunks, temperature, seconds) -> None:
+        config = MLPConfig(hidden_sizes=(4,))
+        super().__init__(config, spec=spec, num_action_chunks=num_action_chunks, temperature=temperature)
+        self._seconds = seconds
+
+    def act(self, obs, keys, *, greedy=False):
+        """Decide, slowly."""
+        time.sleep(self._seconds * len(keys))
+        return super().act(obs, keys, greedy=greedy)
