@@ -15,15 +15,14 @@ import contextlib
 import logging
 import math
 import sys
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from dvla.config import Config, ConfigError, Placement, Schedule, WeightApplication, config_hash, to_plain
+from dvla.config import Config, ConfigError, Placement, Schedule, WeightApplication, config_hash
 from dvla.envs.batch_pool import BatchPool
 from dvla.envs.registry import expected_action_dim
 from dvla.envs.simulators import open_simulators
@@ -49,21 +48,18 @@ from dvla.planes.semaphore import StopFlag
 from dvla.planes.slots import SlotShares, layout_bytes
 from dvla.planes.tickets import TicketBook
 from dvla.planes.weights import HostBuffers, Replica, ShardWriter, num_host_buffers
-from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.device import compute_threads, finish_copies
 from dvla.runtime.failure import describe, first_failure
 from dvla.runtime.memory import Memory, Pool
 from dvla.runtime.placement import ROLES, describe_placement, place
-from dvla.runtime.world import World, join_world, require_same, restart_count
+from dvla.runtime.resuming import open_run, resume, saver
+from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.lane_names import LANES
-from dvla.telemetry.logs import set_up_logging
 from dvla.telemetry.reporter import Reporter
 from dvla.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dvla.envs.pool import WorkerPool
     from dvla.envs.protocol import EnvSpec
     from dvla.lanes.lane import Lane
@@ -102,7 +98,7 @@ def run(config: Config, stop_request: StopRequest) -> int:
     # What cannot work is refused before anything is written or started.
     config.slots_per_sampler(world.num_learners, world.num_samplers)
     check_policy(config.model, tuple(config.env.cameras), expected_action_dim(config.env, config.render))
-    logs, resume_from = _open_run(config, world)
+    logs, resume_from = open_run(config, world)
     reporter = Reporter(config, world)
     try:
         with reporter:
@@ -116,60 +112,6 @@ def run(config: Config, stop_request: StopRequest) -> int:
             reporter.finish("failed", message if rank == world.rank else f"rank {rank}: {message}")
         raise error from error.__cause__
     return 0
-
-
-def _open_run(config: Config, world: World) -> tuple[Path, Path | None]:
-    """The main rank opens the run folder for all; (folder of this attempt's logs, checkpoint to resume from).
-
-    Raises:
-        ConfigError: It cannot be used; raised on every rank.
-    """
-    said: list[Any] = [None, None, None]
-    if restart_count():  # ranks that torchrun starts again after a failure were told how to begin, not how to go on
-        goes_on = config.resume == "none" or checkpoint.complete_checkpoints(config.checkpoints)
-        config = replace(config, resume="auto" if goes_on else config.resume, run=replace(config.run, clean=False))
-    torn: dict[Path, str] = {}
-    if world.is_main:
-        try:
-            torn = checkpoint.torn_checkpoints(config.checkpoints) if config.resume == "auto" else {}
-            found = checkpoint.find(config.resume, config.checkpoints)
-            is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
-            if is_own and config.run.clean:
-                raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
-            if found is not None:
-                _require_same_policy(config, found)
-            logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
-            said = [None, str(logs), str(found) if found else None]
-        except ConfigError as error:
-            said = [str(error), None, None]
-    dist.broadcast_object_list(said, src=world.main_rank, group=world.control_pg)
-    if said[0] is not None:
-        raise ConfigError(said[0])
-    logs = Path(said[1])
-    set_up_logging(world.rank, logs)
-    for folder, fault in torn.items():
-        logger.warning("checkpoint %s is torn and passed over: %s", folder, fault)
-    return logs, Path(said[2]) if said[2] else None
-
-
-def _policy_identity(config: Config) -> dict[str, Any]:
-    """What decides which weights a checkpoint holds, and where the frozen ones, which it does not hold, come from."""
-    model = to_plain(config)["model"]
-    keys = ("name", "preset", "checkpoint", "freeze", "lora_rank", "lora_targets", "num_action_chunks", "options")
-    identity = {f"model.{key}": model[key] for key in keys}
-    if model["checkpoint"] is None and (model["freeze"] or model["lora_rank"]):
-        identity["seed"] = config.seed
-    return identity
-
-
-def _require_same_policy(config: Config, folder: Path) -> None:
-    """Refuse to resume from the checkpoint of another policy, before anything of the old run is touched."""
-    saved = checkpoint.read_train_state(folder).get("policy")
-    if saved is None:
-        raise ConfigError(f"the checkpoint to resume from ({folder}) is of an older version of this program")
-    for key, value in _policy_identity(config).items():
-        if saved.get(key, value) != value:
-            raise ConfigError(f"{key}={value}, but the checkpoint to resume from ({folder}) was made with {saved[key]}")
 
 
 def _run_lanes(
@@ -290,7 +232,7 @@ def _run_lanes(
             book = _make_book(config, world, num_tasks=len(spec.instructions))
             saved_version = None
             if resume_from:
-                policy_version, saved_version = _resume(config, world, resume_from, learner, book, reporter)
+                policy_version, saved_version = resume(config, world, resume_from, learner, book, reporter)
             homes = [sampler for sampler in roles.sampling if roles.home_of(sampler) == rank]
             lanes["grpo"] = GrpoLane(
                 config=config,
@@ -314,7 +256,7 @@ def _run_lanes(
                 evaluated_states=states_of_tasks(spec, config.evaluation.episodes_per_task),
                 num_own_episodes=sum(len(_evaluation_tickets(config, world, spec, sampler)) for sampler in homes),
                 owes_final_evaluation=bool(config.run.eval_every) and not reporter.is_evaluated(algo.num_steps),
-                save=_saver(config, world, spec, learner, reporter),
+                save=saver(config, world, spec, learner, reporter),
                 clock=clocks["grpo"],
                 tracer=tracer.for_lane("grpo"),
             )
@@ -463,57 +405,3 @@ def _make_book(config: Config, world: World, *, num_tasks: int) -> TicketBook:
         num_batches=config.num_batches,
         task_sampling=config.algo.task_sampling.name,
     )
-
-
-def _resume(
-    config: Config, world: World, folder: Path, learner: Learner, book: TicketBook, reporter: Reporter
-) -> tuple[int, int | None]:
-    """Put learner, tickets and counts back to where the checkpoint in `folder` was taken.
-
-    Returns:
-        Its policy version, and the same again if this run has it as a checkpoint of its own, else None.
-    """
-    reporter.phase(f"resuming from {folder}")
-    checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, group=world.learners_pg)
-    state = checkpoint.read_train_state(folder)
-    version: int = state["policy_version"]
-    book.restore(**_cursor(state["cursors"], world), batches_done=version // config.algo.update_epochs)
-    reporter.restore(state["report"])
-    if world.is_main:
-        checkpoint.take_back(config.checkpoints, version)
-    return version, version if folder.resolve().parent == config.checkpoints.resolve() else None
-
-
-def _saver(
-    config: Config, world: World, spec: EnvSpec, learner: Learner, reporter: Reporter
-) -> Callable[[int, dict[str, Any]], None]:
-    """What the grpo lane calls to save version `policy_version`, from which the rank's groups go on at `cursor`."""
-
-    def save(policy_version: int, cursor: dict[str, Any]) -> None:
-        cursors: list[dict[str, Any]] = [{}] * world.num_learners
-        dist.all_gather_object(cursors, cursor, group=world.learners_pg)
-        checkpoint.save(
-            config.checkpoints,
-            policy_version=policy_version,
-            model=learner.model,
-            optimizer=learner.optimizer,
-            train_state={
-                "policy_version": policy_version,
-                "cursors": cursors,
-                "report": reporter.state(),
-                "env_spec": asdict(spec),
-                "policy": _policy_identity(config),
-            },
-            keep=config.run.keep_checkpoints,
-            group=world.learners_pg,
-        )
-
-    return save
-
-
-def _cursor(saved: list[dict[str, Any]], world: World) -> dict[str, Any]:
-    """Where this learner's groups go on: where they were, or past all of them when the number of learners changed."""
-    if len(saved) == world.num_learners:
-        return saved[world.learner]
-    beyond = max(cursor["next_group"] for cursor in saved) // world.num_learners + 1
-    return saved[0] | {"next_group": beyond * world.num_learners + world.learner}

@@ -123,3 +123,25 @@ def test_two_nodes_train_lose_a_rank_and_go_on(tmp_path):
     assert (run.summary["exit"], run.summary["policy_version"]) == ("completed", last + 2)
     assert [line["policy_version"] for line in run.metrics] == list(range(1, last + 3))
     assert run.summary["weight_syncs"] == 2  # each verified on every rank, against its own learner
+
+
+@pytest.mark.multinode
+@pytest.mark.e2e
+@pytest.mark.parametrize("placement", ["separated", "hybrid"])
+def test_a_placement_is_repeated_on_every_node(tmp_path, placement):
+    settings = ("-m", "dvla.train", f"run.root={tmp_path}", *QUICK, "runtime.verify_weights=true")
+    ends = (f"placement={placement}", "run.eval_every=2", "evaluation.episodes_per_task=5", "telemetry.trace=true")
+    with two_nodes() as nodes:
+        outcomes = torchrun(nodes, *settings, *ends)
+        for code, output in outcomes:
+            assert code == 0, output
+    run = Run(0, outcomes[0][1], tmp_path / "test")
+    assert (run.summary["exit"], run.summary["nodes"], run.summary["world_size"]) == ("completed", 2, 4)
+    assert run.summary["eval_success_before"] is not None
+    assert run.summary["eval_success_after"] is not None
+    assert "between nodes, per step: weights" in run.output
+    who_decides = [1, 3] if placement == "separated" else [0, 2]
+    for rank in range(4):
+        events = json.loads((run.folder / "traces" / f"rank{rank:05d}.json").read_text())["traceEvents"]
+        decides = any(event["ph"] == "X" and event["name"] == "decide" for event in events)
+        assert decides is (rank in who_decides), rank
