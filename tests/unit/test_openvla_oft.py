@@ -323,6 +323,18 @@ def test_actions_are_the_centres_of_the_bins() -> None:
     torch.testing.assert_close(centers, torch.cat((intervals, intervals[-1:])).flip(0), atol=1e-6, rtol=0)
 
 
+def test_greedy_decisions_take_the_likeliest_bin_or_the_mean_over_all() -> None:
+    obs, keys = make_obs(3), keys_of(3)
+    likeliest, mean = make_policy(), make_policy(dataclasses.replace(NANO, greedy_decoding="mean"))
+    mean.load_state_dict(likeliest.state_dict())
+    probs, centers = torch.softmax(logits_of(likeliest, obs), dim=-1).view(3, K, A, 256), likeliest.bin_centers
+    assert torch.equal(likeliest.act(obs, keys, greedy=True).actions, centers[probs.argmax(-1)])
+    torch.testing.assert_close(mean.act(obs, keys, greedy=True).actions, (probs * centers).sum(-1), atol=1e-5, rtol=0)
+    assert torch.equal(mean.act(obs, keys).actions, likeliest.act(obs, keys).actions)  # exploring is the same
+    with pytest.raises(ValueError, match="greedy_decoding must be argmax or mean"):
+        dataclasses.replace(NANO, greedy_decoding="median")
+
+
 def test_temperature_and_entropy_by_definition() -> None:
     temperature = 1.6
     policy = make_policy(temperature=temperature)

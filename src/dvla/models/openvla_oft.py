@@ -197,8 +197,11 @@ class OpenVLAOFT(nn.Module):
         cdf = logprobs.exp().cumsum(-1)
         target = uniform(keys, *logprobs.shape[1:3]).unsqueeze(-1) * cdf[..., -1:]
         tokens = logprobs.argmax(-1, keepdim=True) if greedy else torch.searchsorted(cdf, target)
+        actions = self.bin_centers[tokens.squeeze(-1)]
+        if greedy and self.config.greedy_decoding == "mean":
+            actions = (logprobs.exp() * self.bin_centers).sum(-1)
         return Decision(
-            actions=self.to_environment(self.bin_centers[tokens.squeeze(-1)]),
+            actions=self.to_environment(actions),
             logprobs=logprobs.gather(-1, tokens).squeeze(-1),
             record={"tokens": tokens.squeeze(-1).to(torch.uint8)},
         )

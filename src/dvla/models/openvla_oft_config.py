@@ -49,6 +49,10 @@ class OpenVLAOFTConfig:
     """Per tower (DINOv2, SigLIP) and channel, of intensities in [0, 1]; a checkpoint brings its own."""
     pixel_stds: Sequence[Sequence[float]] = ((0.229, 0.224, 0.225), (0.5, 0.5, 0.5))
 
+    greedy_decoding: str = "argmax"
+    """How a greedy decision, as in evaluation, takes its actions: "argmax", the likeliest bin, or "mean", the expectation over
+    the bins, which is what sampling improves on average where labels pile up at the ends of the range."""
+
     smooth_action_head: bool = True
     """Random start only: the head's rows vary smoothly along the bin axis, so that neighbouring bins learn together."""
     initial_logit_std: float = 1.0
@@ -64,6 +68,8 @@ class OpenVLAOFTConfig:
         for tower in ("dino", "siglip"):
             if getattr(self, f"{tower}_layers") < 2:
                 raise ValueError(f"{tower}_layers must be at least 2: the features come from the second-to-last block")
+        if self.greedy_decoding not in ("argmax", "mean"):
+            raise ValueError(f"greedy_decoding must be argmax or mean, not {self.greedy_decoding!r}")
         if self.initial_logit_std <= 0:
             raise ValueError(f"initial_logit_std must be positive, got {self.initial_logit_std}")
 

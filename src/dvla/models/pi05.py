@@ -405,7 +405,8 @@ class Pi05(nn.Module):
     def imitation_loss(self, obs: Observation, actions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, None]:
         """Flow-matching loss of demonstrated actions, see `dvla.models.policy.Imitator.imitation_loss`.
 
-        Elements that only the model has count, with 0 as their action, as in openpi: the sampler integrates them, too.
+        Elements that only the model has are 0 in its actions and do not count, as in lerobot. (openpi lets them count: no
+        difference in success could be measured.)
 
         Args:
             obs: B observations.
@@ -413,7 +414,7 @@ class Pi05(nn.Module):
             keys: (B,) int64 noise keys: they decide the noise and the time.
 
         Returns:
-            The loss (B, H, action_dim); the error (B, H, A) of the action that the velocity at that time points to.
+            The loss (B, H, A); the error (B, H, A) of the action that the velocity at that time points to.
         """
         record = self._prompts_with_state(obs) if self.config.discrete_state_input else {}
         prefix = self.encode_observation(obs, record)
@@ -423,8 +424,9 @@ class Pi05(nn.Module):
         noise = normal(keys, *padded.shape[1:], stream=_START)
         # The inverse of that distribution's cumulative one, t ** 1.5.
         time = _MIN_TIME + (1 - _MIN_TIME) * uniform(keys, stream=_INDEX * 2) ** (1 / _TIME_POWER)
-        loss = self.flow_loss(prefix, padded, noise, time)
-        error = time.view(-1, 1, 1) * loss.detach().sqrt()[..., : self.env_action_dim]
+        # A copy, because FSDP2 warns of modules that return views.
+        loss = self.flow_loss(prefix, padded, noise, time)[..., : self.env_action_dim].clone()
+        error = time.view(-1, 1, 1) * loss.detach().sqrt()
         if bounds is not None:
             error = error * torch.where(bounds.mask, 0.5 * bounds.span, 1.0).to(error.dtype)
         return loss, error, None

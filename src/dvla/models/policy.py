@@ -88,7 +88,7 @@ class Imitator(Policy, Protocol):
             keys: (B,) int64 noise keys: all randomness must come from them.
 
         Returns:
-            The loss by element (B, H, …) float32, differentiable; the absolute error (B, H, A) of the policy's best guess in
+            The loss (B, H, A) float32, differentiable; the absolute error (B, H, A) of the policy's best guess in
             the environment's units; and whether that is the demonstrated action (B, H, A) bool, None where actions are no
             choice among few.
         """
