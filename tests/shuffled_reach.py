@@ -1,4 +1,4 @@
-"""The built-in reach with rewards that have nothing to do with what was done: nothing can be learnt from them."""
+"""The built-in reach with wrong rewards: some that have nothing to do with what was done, some of the wrong sign."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ class ShuffledReach(ReachEnv):
         self._played += 1
         is_over = step.success or self._played == self.spec.max_episode_steps
         return replace(step, reward=float(is_over and self._coin.random() < 0.3))
+
+
+class PerverseReach(ReachEnv):
+    """Fines success: the same as a flipped sign of every advantage."""
+
+    def step(self, action):
+        step = super().step(action)
+        return replace(step, reward=-step.reward)

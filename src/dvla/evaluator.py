@@ -20,6 +20,7 @@ from dvla.config import Config, ConfigError, config_hash
 from dvla.envs.registry import expected_action_dim
 from dvla.envs.simulators import open_simulators
 from dvla.lanes.balance import EnvLimit
+from dvla.lanes.episode_source import BeginningVersions
 from dvla.lanes.evaluation_episodes import (
     EvaluationEpisodes,
     Outcome,
@@ -205,7 +206,13 @@ def play(
         SamplingLane(
             pool=pool,
             sources=[
-                EvaluationEpisodes(tickets, free=range(runtime.num_envs), learners=learners, home=world.rank),
+                EvaluationEpisodes(
+                    tickets,
+                    free=range(runtime.num_envs),
+                    learners=learners,
+                    home=world.rank,
+                    versions=BeginningVersions(),
+                ),
             ],
             stages=Stages(None),
             learners=learners,

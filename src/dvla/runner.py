@@ -27,6 +27,7 @@ from dvla.envs.batch_pool import BatchPool
 from dvla.envs.registry import expected_action_dim
 from dvla.envs.simulators import open_simulators
 from dvla.lanes.balance import EnvLimit
+from dvla.lanes.episode_source import BeginningVersions
 from dvla.lanes.evaluation_episodes import EvaluationEpisodes, evaluation_tickets, states_of_tasks
 from dvla.lanes.grpo import GrpoLane
 from dvla.lanes.inference import InferenceLane
@@ -127,18 +128,21 @@ def _run_lanes(
     runtime, algo, roles, rank = config.runtime, config.algo, world.roles, world.rank
     samples, infers, trains = (rank in getattr(roles, role) for role in ROLES)
     with contextlib.ExitStack() as closing:
-        pool = None
+        pool = fault = None
         if samples:
             reporter.phase(
                 f"starting simulators of {config.env.name}: {runtime.num_envs} a rank, "
                 f"in {runtime.num_workers} worker process{'es' * (runtime.num_workers > 1)}"
             )
             videos = config.run.folder / "videos"
-            pool = open_simulators(
-                config, world.device, logs=logs, title=f"dvla:r{rank}", videos=videos, memory=memory.environment
-            )
-            closing.enter_context(pool)
-        spec = _agree_on_spec(world, pool, reporter)
+            try:
+                pool = open_simulators(
+                    config, world.device, logs=logs, title=f"dvla:r{rank}", videos=videos, memory=memory.environment
+                )
+                closing.enter_context(pool)
+            except ConfigError as error:  # the other ranks, one of which says it, must hear of it
+                fault = str(error)
+        spec = _agree_on_spec(world, pool, fault, reporter)
 
         origin = config.model.checkpoint or config.model.preset
         reporter.phase(f"building {config.model.name} ({origin})")
@@ -292,16 +296,19 @@ def _run_lanes(
         return rank_lanes.outcome()
 
 
-def _agree_on_spec(world: World, pool: WorkerPool | BatchPool | None, reporter: Reporter) -> EnvSpec:
+def _agree_on_spec(world: World, pool: WorkerPool | BatchPool | None, fault: str | None, reporter: Reporter) -> EnvSpec:
     """What the environments are, on ranks that have none, too.
 
     Raises:
-        ConfigError: They differ between ranks.
+        ConfigError: They differ between ranks, or a rank cannot have them (its `fault`); raised on every rank.
     """
     if pool is None:
         reporter.phase("waiting for the simulators of the sampling ranks")
-    specs: list[EnvSpec | None] = [None] * world.world_size
-    dist.all_gather_object(specs, pool.spec() if pool else None, group=world.control_pg)
+    said: list[tuple[EnvSpec | None, str | None]] = [(None, None)] * world.world_size
+    dist.all_gather_object(said, (pool.spec() if pool else None, fault), group=world.control_pg)
+    if faults := [other for _, other in said if other is not None]:
+        raise ConfigError(faults[0])
+    specs = [spec for spec, _ in said]
     first = specs[world.main_sampler]
     different = [rank for rank, spec in enumerate(specs) if spec not in (None, first)]
     if different:
@@ -351,6 +358,7 @@ def _make_sampling(
     keeps_groups = runtime.apply_weights is WeightApplication.between_groups
     home, inferrer = roles.home_of(rank), roles.inference_of(rank)
     can_move = _can_move(config, world, shares, is_shared=shares.num_samplers == len(roles.sampling))
+    versions = BeginningVersions(keeps_groups=keeps_groups)
     return SamplingLane(
         pool=pool,
         sources=[
@@ -359,6 +367,7 @@ def _make_sampling(
                 free=shares.for_evaluation(),
                 learners=node.learners,
                 home=home,
+                versions=versions,
             ),
             TrainingGroups(
                 slots=node.data.arrays,
@@ -367,6 +376,7 @@ def _make_sampling(
                 group_size=config.algo.group_size,
                 learners=node.learners,
                 sharing=roles.training if can_move else roles.learners_of(rank),
+                versions=versions,
                 note_free=partial(node.board.note_free_slots, local_rank),
                 note_pace=partial(node.board.note_groups, local_rank),
                 note_end=meet.group_ends.put if keeps_groups else lambda _group: None,

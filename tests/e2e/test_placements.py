@@ -246,6 +246,28 @@ def test_training_ranks_that_share_a_sampling_rank_never_wait_for_slots_of_each_
     assert run.summary["policy_version"] == 8
 
 
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (0, ("placement.stages=2",)),
+        (0, ("runtime.num_envs=3",)),
+        (0, ("env.name=batch_reach:WalledReach", "+env.options.sim_backend=gpu", "env.cameras=[top]")),
+        (3, (*SEPARATED[:1], "placement.ratio=1:2", "placement.stages=2")),
+    ],
+    ids=["stages", "few-envs", "batch", "separated"],
+)
+def test_between_groups_nothing_waits_for_weights_that_wait_for_it(tmp_path, ranks, overrides):
+    run = train(
+        *(tmp_path, *QUICK, "runtime.apply_weights=between_groups", "algo.max_staleness=2", "algo.num_steps=12"),
+        *("run.eval_every=2", "evaluation.episodes_per_task=7", "runtime.num_envs=6", *overrides),
+        "runtime.wait_timeout_s=30",
+        ranks=ranks,
+    )
+    assert run.code == 0, run.output
+    assert run.summary["policy_version"] == 12
+    assert run.summary["staleness_max"] <= 2
+
+
 # -- what people get wrong -----------------------------------------------------------------------------------------------
 
 
@@ -263,6 +285,11 @@ def test_training_ranks_that_share_a_sampling_rank_never_wait_for_slots_of_each_
         (3, (*HYBRID, "runtime.apply_weights=between_groups"), ["runtime.apply_weights=between_groups"]),
         (2, (*HYBRID_ALL, "runtime.num_slots=4"), ["runtime.num_slots=4 must be at least 8", "2 training ranks"]),
         (3, (*HYBRID_ALL[:1], "placement.ratio=1:2"), ["no sampling rank would ask the inference ranks [1]"]),
+        (
+            2,
+            (*SEPARATED, "placement.stages=1", "env.name=batch_reach:WalledReach", "+env.options.sim_backend=gpu"),
+            ["rank 0", "placement.stages=1: a batch simulator steps all environments together"],
+        ),
         (0, ("placement=nearby",), ["placement/nearby", "colocated", "hybrid", "separated"]),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else "",

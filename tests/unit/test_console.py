@@ -125,7 +125,8 @@ def test_live_panel_shows_the_run() -> None:
         console.training(0)
         for version in range(1, 26):
             clock.now += 2.0
-            console.step(values(version, **{"plane/data/slots_used": 24, "plane/data/slots_total": 32}))
+            more = {"plane/data/slots_used": 24, "plane/data/slots_total": 32}
+            console.step(values(version, **more, **{"rollout/zero_signal_frac": 0.25, "health/warnings": version % 2}))
         console.summary(SUMMARY, Path("runs/[x]"))
     text = file.getvalue()
     assert "building [the] policy" in text
@@ -136,6 +137,8 @@ def test_live_panel_shows_the_run() -> None:
     for piece in (
         "staleness 0.75 (max 2)",
         "slots 24/32",
+        "no signal 25 %",
+        "warnings 1",
         "sampling        80 %  ━━━━━",
         "grpo               -  ────",
     ):
@@ -210,5 +213,8 @@ def test_summary_text() -> None:
     lines = summary_text(SUMMARY, Path("runs/nano")).splitlines()
     assert lines[0] == "completed: 40 optimiser steps, 1280 episodes in 3:12, 167 env steps/s"
     assert lines[1:] == ["success 0.125 -> 0.875", "results: runs/nano"]
+    sick = {"first_step": 3, "last_step": 9, "text": "all fail: train it first"}
+    warned = summary_text({**SUMMARY, "warnings": [sick]}, Path("runs/nano"))
+    assert warned.splitlines()[2] == "warning at steps 3 to 9: all fail: train it first"
     failed = summary_text({**SUMMARY, "exit": "failed", "error": "rank 1: no"}, Path("runs/nano"))
     assert failed.splitlines()[1] == "error: rank 1: no"

@@ -1,5 +1,6 @@
 """The inference lane by itself: which requests make a batch, which wait for weights, and when weights are taken over."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,7 @@ class Policy:
 class Lane:
     """An inference lane with everything around it."""
 
-    def __init__(self, *, version=0, stages=None, **runtime):
+    def __init__(self, *, version=0, stages=None, balances=False, **runtime):
         stop = StopFlag()
         self.meet = MeetingPoints.create(stop=stop, timeout_s=5.0)
         self.pool, self.policy, self.applied = Pool(), Policy(), []
@@ -59,7 +60,7 @@ class Lane:
             rank=RANK, replica=replica, host=SimpleNamespace(buffers=["zero", "one", "two"]),
             slots=SlotTensors(self.tensors, torch.device("cpu")), pool=self.pool, samplers=None, meet=self.meet, stop=stop,
             device=torch.device("cpu"), seed=0, num_envs=8, stages=stages,
-            runtime=RuntimeConfig(max_wait_s=0.0, **runtime), balances=False, group_size=GROUP_SIZE,
+            runtime=RuntimeConfig(max_wait_s=0.0, **runtime), balances=balances, group_size=GROUP_SIZE,
             applied_version=version, clock=LaneClock(), tracer=Tracer(0, False).for_lane("inference"),
         )  # fmt: skip
 
@@ -112,6 +113,21 @@ def test_a_stage_that_never_pauses_does_not_starve_another():
     lane.ask(4, stage=1)
     lane.lane.step_all()
     assert lane.pool.replies == [[0, 1], [4], [2, 3]]
+
+
+def test_a_first_batch_that_compiles_or_warms_up_does_not_pass_for_the_pace_of_its_size(monkeypatch):
+    lane, act = Lane(balances=True), Policy.act
+
+    def slow(self, observation, keys, **how):
+        time.sleep(0.3 if not self.asked else 0.01)
+        return act(self, observation, keys, **how)
+
+    monkeypatch.setattr(Policy, "act", slow)
+    for size in (8, 4, 4, 4, 8):
+        for env in range(size):
+            lane.ask(env)
+        lane.lane.step_all()
+    assert [len(envs) for envs in lane.pool.replies] == [8, 4, 4, 4, 8]
 
 
 def test_requests_of_a_replaced_worker_are_not_served():

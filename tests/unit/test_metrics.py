@@ -11,7 +11,7 @@ import torch
 from metric_tags import documented
 
 from dvla.rl.losses import LossStats
-from dvla.telemetry.metrics import FILE_NAME, MetricsWriter, read_metrics
+from dvla.telemetry.metrics import FILE_NAME, Histogram, MetricsWriter, read_metrics
 
 
 def write(folder: Path, versions: range, *, resume_at: int = 0) -> None:
@@ -84,6 +84,22 @@ def test_tensorboard_shows_the_same(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {"train/loss", "rollout/env_steps"}
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0)]
     assert events.Tags()["tensors"] == ["config/text_summary"]
+
+
+def test_histograms_are_counts_in_the_file_and_histograms_in_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(1, 10, {"train/loss": 0.5}, {"staleness/hist": Histogram((0.5, 1.5), [3.0, 0.0, 2.0])})
+    (line,) = read_metrics(tmp_path / FILE_NAME)
+    assert list(line) == ["policy_version", "env_steps", "train/loss", "staleness/hist"]
+    assert line["staleness/hist"] == [3, 0, 2]
+    assert "[3, 0, 2]" in (tmp_path / FILE_NAME).read_text()
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (event,) = events.Histograms("staleness/hist")
+    shown = event.histogram_value
+    assert (event.step, shown.num, shown.min, shown.max, shown.sum) == (1, 5, -0.5, 2.5, 4)
+    assert (shown.bucket_limit, shown.bucket) == ([0.5, 1.5, 2.5], [3, 0, 2])
 
 
 def test_tags_of_the_loss_are_documented() -> None:

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dvla.lanes.episode_source import BeginningVersions
+from dvla.lanes.evaluation_episodes import EvaluationEpisodes
 from dvla.lanes.training_groups import TrainingGroups
+from dvla.planes.tickets import Ticket
 from dvla.planes.transport import Kind, Parcel
 
 G = 2
@@ -23,7 +26,7 @@ class Learners:
         self.sent.append(parcel)
 
 
-def make_groups(num_slots, sharing):
+def make_groups(num_slots, sharing, versions=None):
     learners = Learners()
     groups = TrainingGroups(
         slots={"initial_state": np.zeros((num_slots, 4))},
@@ -32,6 +35,7 @@ def make_groups(num_slots, sharing):
         group_size=G,
         learners=learners,
         sharing=sharing,
+        versions=versions or BeginningVersions(),
         note_free=lambda _count: None,
         note_pace=lambda _count, _seconds: None,
         note_end=lambda _group: None,
@@ -39,8 +43,8 @@ def make_groups(num_slots, sharing):
     return groups, learners
 
 
-def order(groups, learner, group):
-    groups.take(Parcel(Kind.order, learner, id=group))
+def order(groups, learner, group, version=0):
+    groups.take(Parcel(Kind.order, learner, id=group, version=version))
 
 
 def play(groups):
@@ -106,3 +110,30 @@ def test_training_ranks_that_wait_for_each_other_all_go_on(spare, data):
                 assert all(finished.values()), "a rank waits for a group that can never begin"
         for mine in finished.values():
             groups.take(mine.pop(0).answer(Kind.freed))
+
+
+def test_between_groups_what_waits_for_newer_weights_begins_when_no_group_is_under_way():
+    """It would hold an environment, or its stage, that the groups of older weights need to come to their end."""
+    versions = BeginningVersions(keeps_groups=True)
+    groups, learners = make_groups(3 * G, [0, 1], versions)
+    ticket = Ticket(1 << 48, -1, 0, task=0, seed=0, greedy=True)
+    evaluation = EvaluationEpisodes([ticket], free=[0], learners=learners, home=0, versions=versions)
+    order(groups, 0, 0, version=1)
+    order(groups, 0, 2, version=2)
+    evaluation.take(Parcel(Kind.round, 0, version=2))
+    assert evaluation.next() is not None, "nothing is under way"
+    first, second = groups.next(), groups.next()
+    assert first[0].version == second[0].version == 2, "an order for older weights waits for the newer ones, too"
+    evaluation.take(Parcel(Kind.freed, 0, (0,)))
+    evaluation.take(Parcel(Kind.round, 0, version=3))
+    order(groups, 1, 1, version=3)
+    assert evaluation.next() is None
+    third, fourth = groups.next(), groups.next()
+    assert {third[0].group, fourth[0].group} == {2}
+    assert groups.next() is None
+    for played in (first, second, third, fourth):
+        assert evaluation.next() is None
+        groups.finished(*played)
+    assert evaluation.next()[0].version == 3
+    ticket, _ = groups.next()
+    assert (ticket.group, ticket.version) == (1, 3)

@@ -94,7 +94,7 @@ def open_simulators(
             raise ConfigError(
                 "evaluation.videos_per_task: a batch on a GPU is not filmed, use env.options.sim_backend=cpu"
             )
-        if (config.placement.stages or 1) > 1:
+        if config.placement.stages is not None:
             raise ConfigError(
                 f"placement.stages={config.placement.stages}: a batch simulator steps all environments together, it cannot "
                 "move in parts; set it to null"

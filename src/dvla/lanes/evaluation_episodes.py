@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from dvla.config import EvaluationConfig
     from dvla.envs.protocol import EnvSpec
+    from dvla.lanes.episode_source import BeginningVersions
     from dvla.planes.transport import Transport
 
 _FIRST_ID = 1 << 48
@@ -112,10 +113,19 @@ class EvaluationEpisodes:
         free: Slots for evaluation alone: training may hold all others while it waits for a round.
         learners: To the training ranks.
         home: The one of them that outcomes are for.
+        versions: Which weights episodes of this rank begin with.
     """
 
-    def __init__(self, tickets: Sequence[Ticket], *, free: Sequence[int], learners: Transport, home: int) -> None:
-        self._plan, self._learners, self._home = tickets, learners, home
+    def __init__(
+        self,
+        tickets: Sequence[Ticket],
+        *,
+        free: Sequence[int],
+        learners: Transport,
+        home: int,
+        versions: BeginningVersions,
+    ) -> None:
+        self._plan, self._learners, self._home, self._versions = tickets, learners, home, versions
         self._own, self._free = frozenset(free), list(free)
         self._rounds: deque[int] = deque()
         self._tickets: deque[Ticket] = deque()
@@ -134,9 +144,10 @@ class EvaluationEpisodes:
             self._tickets.extend(
                 replace(ticket, version=version, film=None if ticket.film is None else version) for ticket in self._plan
             )
-        if not self._tickets or not self._free:
+        if not self._tickets or not self._free or not self._versions.may_begin(self._tickets[0].version):
             return None
-        return self._tickets.popleft(), self._free.pop()
+        ticket = self._tickets.popleft()
+        return replace(ticket, version=self._versions.begin(ticket.version)), self._free.pop()
 
     def finished(self, ticket: Ticket, slot: int) -> None:
         """Report the outcome; the slot is free again once it has been read."""

@@ -21,7 +21,6 @@ from dvla.planes.transport import Kind, Parcel, TransportError
 from dvla.planes.weights import Publication, learner_digest
 from dvla.rl.advantages import group_advantages, has_signal
 from dvla.rl.episodes import decision_weights, episode_returns
-from dvla.rl.losses import LossStats
 from dvla.runtime.device import finish_copies, use_own_stream
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ class GrpoLane(Lane):
             self._end("completed")
         self._order()
         begin = time.monotonic()
-        tally = BatchTally(loss=LossStats.zeros(self._learner.device))
+        tally = BatchTally.zeros(num_tasks=len(self._evaluated_states), device=self._learner.device)
         parts: list[_Part] = []
         waited, frames = 0.0, None
         for index in range(self._groups_per_batch):
@@ -378,8 +377,9 @@ class GrpoLane(Lane):
         )
         slots = members.repeat_interleave(lengths)
         decisions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        tally.add_staleness(self.policy_version - self._slots.tensors["behavior_version"][slots, decisions])
         columns = (slots, decisions, advantages.repeat_interleave(lengths), weights.repeat_interleave(lengths))
+        tally.add_trained(self.policy_version - self._slots.tensors["behavior_version"][slots, decisions], columns[2])
+        tally.add_agreement(advantages, self._slots.tensors["success"][members])
         size = self._algo.micro_batch_size
         return [_Part(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
 

@@ -87,6 +87,7 @@ class InferenceLane(Lane):
         self._max_batch = min(runtime.max_batch, -(-num_envs // (stages or 1)))
         self._max_wait_s, self._verify_weights = runtime.max_wait_s, runtime.verify_weights
         self._times, self._batch_limit = BatchTimes() if balances and stages is None else None, self._max_batch
+        self._known_sizes: set[int] = set()
         self._keeps_groups = runtime.apply_weights is WeightApplication.between_groups
         self._group_size = group_size
         self._open_groups: set[int] = set()  # that have decisions of the weights in use, and not yet all of theirs
@@ -227,5 +228,7 @@ class InferenceLane(Lane):
                     self._samplers.send(request.answer(Kind.reply))
             self.clock.count(len(batch))
         if self._times is not None:
-            self._times.note(len(batch), time.monotonic() - begin)
-            self._max_batch = self._times.largest_batch(self._batch_limit)
+            if len(batch) in self._known_sizes:  # the first of a size may warm up, compile or capture
+                self._times.note(len(batch), time.monotonic() - begin)
+                self._max_batch = self._times.largest_batch(self._batch_limit)
+            self._known_sizes.add(len(batch))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from dvla.lanes.episode_source import BeginningVersions
+
 
 class GroupMixupError(RuntimeError):
     """Members of one group began from different initial states: the simulator's reset is not reproducible."""
@@ -40,6 +42,7 @@ class TrainingGroups:
         group_size: Episodes of a group.
         learners: To the training ranks.
         sharing: The training ranks that may order groups of this rank.
+        versions: Which weights episodes of this rank begin with.
         note_free: Told how many slots are free.
         note_pace: Told how many groups are to be finished, and the seconds one takes.
         note_end: Told the number of a group whose members are all done.
@@ -54,6 +57,7 @@ class TrainingGroups:
         group_size: int,
         learners: Transport,
         sharing: Sequence[int],
+        versions: BeginningVersions,
         note_free: Callable[[int], None],
         note_pace: Callable[[int, float], None],
         note_end: Callable[[int], None],
@@ -64,7 +68,7 @@ class TrainingGroups:
         self._own = frozenset(free)
         self._free = deque(free)
         self._orders: deque[Parcel] = deque()
-        self._sharing = sharing
+        self._sharing, self._versions = sharing, versions
         self._held: Counter[int] = Counter()  # by training rank: groups begun whose slots have not been freed
         self._tickets: deque[Ticket] = deque()  # begun, waiting for an environment
         self._open: dict[int, _OpenGroup] = {}
@@ -91,7 +95,7 @@ class TrainingGroups:
     def _begin(self) -> bool:
         # All G slots are taken at once, so that a group that has begun always finishes. In the order of each training
         # rank's orders, so that no group waits for slots which younger ones hold.
-        order = next((order for order in self._orders if self._has_room(order.peer)), None)
+        order = next((o for o in self._orders if self._versions.may_begin(o.version) and self._has_room(o.peer)), None)
         if order is None:
             return False
         self._orders.remove(order)
@@ -99,7 +103,9 @@ class TrainingGroups:
         slots = tuple(self._free.popleft() for _ in range(self._group_size))
         self._note_free(len(self._free))
         self._open[order.id] = _OpenGroup(order, slots)
-        self._tickets.extend(make_tickets(self._seed, order.id, self._group_size, order.task, order.version))
+        version = self._versions.begin(order.version)
+        self._versions.num_groups += 1
+        self._tickets.extend(make_tickets(self._seed, order.id, self._group_size, order.task, version))
         return True
 
     def _has_room(self, learner: int) -> bool:
@@ -127,6 +133,7 @@ class TrainingGroups:
                 "states: the environment's reset(task, seed) must be reproducible"
             )
         del self._open[ticket.group]
+        self._versions.num_groups -= 1
         self._note_end(ticket.group)
         self._pace.end(time.monotonic())
         self._note_pace(self._pace.num_open, self._pace.seconds)

@@ -161,4 +161,8 @@ def summary_text(values: Mapping[str, Any], folder: Path) -> str:
     )
     changes = [f"{label} {fixed(a, 3)} -> {fixed(b, 3)}" for label, a, b in ends if None not in (a, b)]
     lines += [", ".join(changes)] if changes else []
+    lines += [
+        f"warning at steps {warning['first_step']} to {warning['last_step']}: {warning['text']}"
+        for warning in values.get("warnings") or ()
+    ]
     return "\n".join([*lines, f"results: {folder}"])

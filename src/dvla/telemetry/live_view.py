@@ -157,10 +157,13 @@ def _lane(lane: str, values: Mapping[str, Any], width: int) -> Text:
 def _facts(values: Mapping[str, Any], width: int) -> list[Text]:
     """Numbers that need no curve, in as many lines as it takes; what the run does not report is left out."""
     largest, slots = values.get("staleness/max"), values.get("plane/data/slots_total")
+    no_signal = values.get("rollout/zero_signal_frac")
     facts = (
         ("staleness", fixed(values.get("staleness/mean"), 2), "" if largest is None else f" (max {largest:.0f})"),
         ("logprob gap", short(values.get("train/logprob_gap")), ""),
         ("dropped", short(values.get("rollout/groups_dropped")), ""),
+        ("no signal", NOTHING if no_signal is None else f"{100 * no_signal:.0f} %", ""),
+        ("warnings", short(values.get("health/warnings") or None), ""),
         ("weight syncs", short(values.get("plane/weights/version_syncs")), ""),
         ("slots", short(values.get("plane/data/slots_used")), "" if slots is None else f"/{slots:.0f}"),
     )

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from dvla.telemetry.atomic_file import write_atomically
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 FILE_NAME = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+
+
+class Histogram(NamedTuple):
+    """How many values lie in each of some bins."""
+
+    edges: tuple[float, ...]
+    """Ascending and evenly spaced, at least two; a value on an edge lies above it. The outer bins are open."""
+    counts: list[float]
+    """One more than there are edges."""
 
 
 class MetricsWriter:
@@ -46,21 +55,32 @@ class MetricsWriter:
 
             self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=resume_at + 1)
 
-    def write(self, policy_version: int, env_steps: int | None, values: Mapping[str, float | None]) -> None:
+    def write(
+        self,
+        policy_version: int,
+        env_steps: int | None,
+        values: Mapping[str, float | None],
+        histograms: Mapping[str, Histogram] | None = None,
+    ) -> None:
         """Write one step.
 
         Args:
             policy_version: Optimiser steps done; the x axis.
             env_steps: Simulator control steps so far; the other x axis. None where there is no simulator.
             values: By tag; what is None, NaN or infinite is null in the file and left out of TensorBoard.
+            histograms: By tag; the file has the counts alone.
         """
+        histograms = histograms or {}
         finite = {tag: value for tag, value in values.items() if value is not None and math.isfinite(value)}
         counts = {} if env_steps is None else {"env_steps": env_steps}
-        line = {"policy_version": policy_version} | counts | dict.fromkeys(values) | finite
+        line: dict[str, Any] = {"policy_version": policy_version} | counts | dict.fromkeys(values) | finite
+        line |= {tag: [int(count) for count in histogram.counts] for tag, histogram in histograms.items()}
         self._file.write(json.dumps(line, default=float) + "\n")
         if self._tensorboard:
             for tag, value in ({f"rollout/{key}": count for key, count in counts.items()} | finite).items():
                 self._tensorboard.add_scalar(tag, float(value), policy_version)
+            for tag, histogram in histograms.items():
+                _add_histogram(self._tensorboard, tag, histogram, policy_version)
 
     def write_evaluation(self, policy_version: int, values: Mapping[str, float]) -> None:
         """Write the result of an evaluation that began with the weights of `policy_version`."""
@@ -86,6 +106,26 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _add_histogram(tensorboard: SummaryWriter, tag: str, histogram: Histogram, policy_version: int) -> None:
+    """Show a histogram, its open bins as wide as the others. The values are gone, so their moments are those of the bins."""
+    edges, counts = histogram
+    width = edges[1] - edges[0]
+    limits = [*edges, edges[-1] + width]
+    middles = [limit - width / 2 for limit in limits]
+    pairs = list(zip(counts, middles, strict=True))
+    tensorboard.add_histogram_raw(
+        tag,
+        min=edges[0] - width,
+        max=limits[-1],
+        num=int(sum(counts)),
+        sum=sum(count * middle for count, middle in pairs),
+        sum_squares=sum(count * middle**2 for count, middle in pairs),
+        bucket_limits=limits,
+        bucket_counts=counts,
+        global_step=policy_version,
+    )
 
 
 def _take_back(path: Path, resume_at: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from dvla.config import Config, to_plain
+from dvla.rl.health import HEALTH_TAGS, find_warnings, success_trend
 from dvla.telemetry.console import Console
 from dvla.telemetry.film import save_film
 from dvla.telemetry.lane_clock import LaneClock, LaneUse
@@ -28,6 +29,8 @@ _COUNTS = (
     "worker_restarts",
 )
 _MAXIMA = ("staleness_max", "logprob_gap_max")
+_QUIET_STEPS = 20
+"""Optimiser steps without a warning after which it is said again when it is back: near its bound it comes and goes."""
 
 
 class Reporter:
@@ -44,7 +47,8 @@ class Reporter:
         self._console = Console(is_shown, config.algo.num_steps, title=config.run.name)
         self._metrics: MetricsWriter | None = None
         self._totals = dict.fromkeys(_COUNTS, 0.0) | dict.fromkeys(_MAXIMA, -1.0)
-        self._history: list[tuple[float, float]] = []  # (success rate, mean return) of each batch
+        self._history: list[dict[str, float | None]] = []  # HEALTH_TAGS of each batch
+        self._warnings: dict[str, dict[str, Any]] = {}  # by name, as in the summary
         self._evaluations: dict[int, float] = {}  # policy version -> success rate
         self._earlier_wall_s = 0.0
         self._time = LaneClock()  # of this attempt
@@ -78,7 +82,8 @@ class Reporter:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on counting where a checkpoint left off."""
         self._totals |= state["totals"]
-        self._history = [tuple(pair) for pair in state["history"]]
+        self._history = [dict(zip(HEALTH_TAGS, row, strict=False)) for row in state["history"]]
+        self._warnings = {warning["name"]: warning for warning in state.get("warnings", ())}
         self._evaluations = {int(version): rate for version, rate in state["evaluations"].items()}
         self._earlier_wall_s = state["wall_s"]
 
@@ -86,7 +91,8 @@ class Reporter:
         """What `restore` needs."""
         return {
             "totals": self._totals,
-            "history": self._history,
+            "history": [[batch.get(tag) for tag in HEALTH_TAGS] for batch in self._history],
+            "warnings": list(self._warnings.values()),
             "evaluations": self._evaluations,
             "wall_s": self._wall_s(),
         }
@@ -125,11 +131,13 @@ class Reporter:
             self._totals[name] += getattr(tally, name)
         for name in _MAXIMA:
             self._totals[name] = max(self._totals[name], getattr(tally, name))
-        values = tally.metrics()
-        self._history.append((values["rollout/success_rate"] or 0.0, values["rollout/return"] or 0.0))
+        values = tally.metrics() | report.values
         previous, self._policy_version = self._policy_version, report.policy_version
+        self._history.append({tag: values[tag] for tag in HEALTH_TAGS})
+        values["health/success_trend"] = success_trend(self._history)
+        values["health/warnings"] = self._judge(num_tasks=len(tally.tasks))
         seconds = self._time.delta().wall_s
-        values |= report.values | self._memory_usage()
+        values |= self._memory_usage()
         values["perf/env_steps_per_s"] = tally.env_steps / seconds
         values["perf/decisions_per_s"] = tally.decisions / seconds
         values["plane/data/slots_used"] = self._num_slots - self._num_free_slots()
@@ -144,12 +152,26 @@ class Reporter:
             for key in ("busy_frac", "wait_s", "items_per_s"):
                 values[f"lane/{name}/{key}"] = getattr(use, key)
         if self._metrics:
-            self._metrics.write(report.policy_version, int(self._totals["env_steps"]), values)
+            env_steps = int(self._totals["env_steps"])
+            self._metrics.write(report.policy_version, env_steps, values, tally.histograms())
         every = self._config.run.checkpoint_every
         is_milestone = len(self._history) == 1 or report.policy_version // every > previous // every
         if report.frames is not None and is_milestone:
             save_film(self._folder / "frames" / f"step_{self._policy_version:06d}.png", report.frames)
         self._console.step({"policy_version": report.policy_version, **values})
+
+    def _judge(self, *, num_tasks: int) -> int:
+        """Look for what keeps the run from learning, say what is new, and count what there is."""
+        found, step = find_warnings(self._history, self._config, num_tasks=num_tasks), self._policy_version
+        for warning in found:
+            known = self._warnings.setdefault(
+                warning.name, {"name": warning.name, "first_step": step, "last_step": None, "steps": 0, "text": ""}
+            )
+            if known["last_step"] is None or step - known["last_step"] > _QUIET_STEPS:
+                logger.warning("step %d: %s", step, warning.text, extra={"file_only": True})
+                self._console.message(f"warning at step {step}: {warning.text}")
+            known |= {"last_step": step, "steps": known["steps"] + 1, "text": warning.text}
+        return len(found)
 
     def evaluation(self, values: dict[str, float]) -> None:
         """Take in the result of an evaluation round; called by the grpo lane."""
@@ -177,8 +199,8 @@ class Reporter:
     def _summary(self, outcome: str, error: str | None) -> dict[str, Any]:
         config, world, totals, syncs = self._config, self._world, self._totals, self._sync_seconds
         wall_s, trained = self._wall_s(), totals["trained_decisions"]
-        success_first, success_last = first_last_mean([success for success, _ in self._history])
-        return_first, return_last = first_last_mean([mean_return for _, mean_return in self._history])
+        success_first, success_last = first_last_mean([batch["rollout/success_rate"] or 0.0 for batch in self._history])
+        return_first, return_last = first_last_mean([batch["rollout/return"] or 0.0 for batch in self._history])
         uses = self._lane_uses()
         return {
             "run": config.run.name,
@@ -213,4 +235,5 @@ class Reporter:
             "cpu_efficiency": None,  # not measured
             "lanes": {name: {key: getattr(use, key) for key in LANE_KEYS} for name, use in uses.items()},
             "groups_lost": self._groups_lost,
+            "warnings": list(self._warnings.values()),
         }
