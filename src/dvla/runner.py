@@ -166,7 +166,9 @@ def _run_lanes(
         )
         layout = plan_slots(config, spec, policy.record_spec, shares.total)
         own_bytes = layout_bytes(layout) // shares.num_samplers if samples else 0
-        with memory.environment(own_bytes):
+        if is_shared:
+            memory.claim(Pool.environment, "the memory of episode slots", own_bytes)
+        with contextlib.nullcontext() if is_shared else memory.environment(own_bytes):
             node = join_node(world, layout, pool, stop, is_shared=is_shared, timeout_s=runtime.wait_timeout_s)
         slots = SlotTensors(node.data.tensors, world.device)
         meet = MeetingPoints.create(stop=stop, timeout_s=runtime.wait_timeout_s)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # how often the simulators are looked after
 
-_MEASURE_S = 10.0  # over which the pace of simulation is measured
+_MEASURE_S = 10.0  # over which the pace of simulation is measured, while all environments that may be in flight are
 
 _NO_EPISODE = ("none", -1)  # counts workers that failed while they had none
 
@@ -101,7 +101,7 @@ class SamplingLane(Lane):
         self._learners, self._ask, self._inferrer, self._replies = learners, ask, inferrer, replies
         self._max_worker_failures, self._wait_timeout_s = max_worker_failures, wait_timeout_s
         self._note_restart, self._limit = note_restart, limit
-        self._measured_at, self._measured_items = time.monotonic(), 0
+        self._full_s, self._full_records = 0.0, 0  # since the pace was last measured
         self._idle: list[int] = list(range(num_envs))  # kept sorted: which environment plays a ticket is reproducible
         self._running: dict[int, _Running] = {}
         # By task and by ticket: failures since an episode of it came to its end.
@@ -112,12 +112,21 @@ class SamplingLane(Lane):
         """Start what may start, then handle the messages of at least one worker (one piece of overlapped work)."""
         self._take_parcels()
         self._dispatch()
+        # Else it is the want of orders that limits the pace, of which the number of environments shows nothing.
+        is_full, begin = len(self._running) == self._limit.limit, time.monotonic()
+        num_records = 0
         with self.clock.waiting():
             ready = self._wait()
         with self.tracer.span("collect"):
             for worker in ready:
                 for record in self._receive(worker):
                     self._handle(record)
+                    num_records += 1
+        if is_full:
+            self._full_s += time.monotonic() - begin
+            self._full_records += num_records
+            if self._full_s >= _MEASURE_S:
+                self._adapt()
 
     def step_together(self) -> None:
         """Start what may start, then wait for every busy environment, and handle them in order (serial schedule)."""
@@ -227,14 +236,12 @@ class SamplingLane(Lane):
             self._next_look = now + _LOOK_S
             for worker, error in self._pool.overdue():
                 self._replace(worker, error)
-            if now - self._measured_at >= _MEASURE_S:
-                self._adapt(now)
 
-    def _adapt(self, now: float) -> None:
+    def _adapt(self) -> None:
         """Let the pace since the last time decide how many environments are in flight."""
-        items, before = self.clock.total().items, self._limit.limit
-        limit = self._limit.look((items - self._measured_items) / (now - self._measured_at))
-        self._measured_at, self._measured_items = now, items
+        before = self._limit.limit
+        limit = self._limit.look(self._full_records / self._full_s)
+        self._full_s, self._full_records = 0.0, 0
         if limit != before:
             logger.info("%s", f"balance: {limit} environments in flight, before {before}", extra={"file_only": True})
 
