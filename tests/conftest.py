@@ -15,6 +15,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two cores stand still under its default
 
 
+def _command(process):
+    """The command line of a process; of one that has ended and waits for its parent, nothing."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing():
     """Every test ends without child processes and without new shared memory."""
@@ -23,7 +31,7 @@ def leaves_nothing():
     yield
     new = [process for process in psutil.Process().children(recursive=True) if process.pid not in known]
     # Python's own helper of the spawn method lives as long as the test run.
-    new = [process for process in new if not any("multiprocessing" in word for word in process.cmdline())]
+    new = [process for process in new if not any("multiprocessing" in word for word in _command(process))]
     _, alive = psutil.wait_procs(new, timeout=5)
     assert not alive, f"left running: {alive}"
     # sem.mp-*: Python's multiprocessing, which others on this machine may use and which clears up behind itself

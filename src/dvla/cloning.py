@@ -15,7 +15,7 @@ import logging
 import math
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,8 +40,8 @@ from dvla.rl.noise import decision_keys
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.device import compute_threads
 from dvla.runtime.failure import describe, first_failure
-from dvla.runtime.world import World, join_world, require_same, restart_count
-from dvla.telemetry.logs import set_up_logging
+from dvla.runtime.resuming import open_run
+from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.metrics import FILE_NAME, MetricsWriter, read_metrics
 from dvla.telemetry.progress import Progress
 from dvla.telemetry.summary import SUMMARY_KEYS, first_last_mean, write_summary
@@ -73,7 +73,7 @@ def clone(config: SftConfig, stop_request: StopRequest) -> int:
     dataset = read_dataset(config.data)
     require_same(world, "dataset", dataset.fingerprint())
     task = _Task.of(config, dataset)
-    logs, resume_from = _open_run(config, task, world)
+    logs, resume_from = open_run(config, world, task.require_same)
     summary: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS) | {
         "run": config.run.name,
         "exit": "failed",
@@ -123,6 +123,13 @@ class _Task:
     identity: dict[str, Any]
     """What must be the same for a run to be resumed."""
 
+    def require_same(self, folder: Path) -> None:
+        """Refuse to resume from the checkpoint of another task; raises ConfigError."""
+        saved = checkpoint.read_train_state(folder).get("identity", {})
+        for key, value in self.identity.items():
+            if saved.get(key) != value:
+                raise ConfigError(f"{key}={value}, but the checkpoint to resume from ({folder}) has {saved.get(key)}")
+
     @classmethod
     def of(cls, config: SftConfig, dataset: RecordedDataset) -> Self:
         """Raises ConfigError if dataset, model and checkpoint do not go together."""
@@ -165,47 +172,6 @@ class _Task:
         if getattr(source.policy, "noise_head", None) is not None:
             source.policy.noise_head.requires_grad_(False)  # demonstrations do not tell how much to explore
         return source
-
-
-def _open_run(config: SftConfig, task: _Task, world: World) -> tuple[Path, Path | None]:
-    """The main rank opens the run folder for all; (folder of this attempt's logs, checkpoint to resume from).
-
-    Raises:
-        ConfigError: It cannot be used, or the checkpoint is of another run; raised on every rank.
-    """
-    said: list[Any] = [None, None, None]
-    if restart_count():  # ranks that torchrun starts again after a failure were told how to begin, not how to go on
-        goes_on = config.resume == "none" or checkpoint.complete_checkpoints(config.checkpoints)
-        config = replace(config, resume="auto" if goes_on else config.resume, run=replace(config.run, clean=False))
-    torn: dict[Path, str] = {}
-    if world.is_main:
-        try:
-            torn = checkpoint.torn_checkpoints(config.checkpoints) if config.resume == "auto" else {}
-            found = checkpoint.find(config.resume, config.checkpoints)
-            is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
-            if is_own and config.run.clean:
-                raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
-            if found is not None:
-                saved = checkpoint.read_train_state(found).get("identity", {})
-                for key, value in task.identity.items():
-                    if saved.get(key) != value:
-                        raise ConfigError(
-                            f"{key}={value}, but the checkpoint to resume from ({found}) has {saved.get(key)}"
-                        )
-            said = [
-                None,
-                str(run_folder.prepare(config, resuming=is_own or config.resume == "auto")),
-                str(found) if found else None,
-            ]
-        except ConfigError as error:
-            said = [str(error), None, None]
-    dist.broadcast_object_list(said, src=world.main_rank, group=world.control_pg)
-    if said[0] is not None:
-        raise ConfigError(said[0])
-    set_up_logging(world.rank, Path(said[1]))
-    for folder, fault in torn.items():
-        logger.warning("checkpoint %s is torn and passed over: %s", folder, fault)
-    return Path(said[1]), Path(said[2]) if said[2] else None
 
 
 def _train(

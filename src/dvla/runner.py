@@ -53,7 +53,7 @@ from dvla.runtime.device import compute_threads, finish_copies
 from dvla.runtime.failure import describe, first_failure
 from dvla.runtime.memory import Memory, Pool
 from dvla.runtime.placement import ROLES, describe_placement, place
-from dvla.runtime.resuming import open_run, resume, saver
+from dvla.runtime.resuming import open_run, require_same_policy, resume, saver
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.lane_names import LANES
@@ -99,7 +99,7 @@ def run(config: Config, stop_request: StopRequest) -> int:
     # What cannot work is refused before anything is written or started.
     config.slots_per_sampler(world.num_learners, world.num_samplers)
     check_policy(config.model, tuple(config.env.cameras), expected_action_dim(config.env, config.render))
-    logs, resume_from = open_run(config, world)
+    logs, resume_from = open_run(config, world, partial(require_same_policy, config))
     reporter = Reporter(config, world)
     try:
         with reporter:

@@ -17,6 +17,7 @@ from dvla.telemetry.logs import set_up_logging
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dvla.config import SftConfig
     from dvla.envs.protocol import EnvSpec
     from dvla.lanes.learner import Learner
     from dvla.planes.tickets import TicketBook
@@ -25,8 +26,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def open_run(config: Config, world: World) -> tuple[Path, Path | None]:
+def open_run(
+    config: Config | SftConfig, world: World, require_fitting: Callable[[Path], None]
+) -> tuple[Path, Path | None]:
     """The main rank opens the run folder for all; (folder of this attempt's logs, checkpoint to resume from).
+
+    Args:
+        config: The run.
+        world: This rank.
+        require_fitting: Raises ConfigError if the checkpoint in a folder is not one that this run can go on from; called
+            before anything of an old run is touched.
 
     Raises:
         ConfigError: It cannot be used; raised on every rank.
@@ -44,7 +53,7 @@ def open_run(config: Config, world: World) -> tuple[Path, Path | None]:
             if is_own and config.run.clean:
                 raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
             if found is not None:
-                _require_same_policy(config, found)
+                require_fitting(found)
             logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
             said = [None, str(logs), str(found) if found else None]
         except ConfigError as error:
@@ -69,8 +78,8 @@ def _policy_identity(config: Config) -> dict[str, Any]:
     return identity
 
 
-def _require_same_policy(config: Config, folder: Path) -> None:
-    """Refuse to resume from the checkpoint of another policy, before anything of the old run is touched."""
+def require_same_policy(config: Config, folder: Path) -> None:
+    """Refuse to resume from the checkpoint of another policy."""
     saved = checkpoint.read_train_state(folder).get("policy")
     if saved is None:
         raise ConfigError(f"the checkpoint to resume from ({folder}) is of an older version of this program")
