@@ -117,6 +117,11 @@ def main() -> None:
         {"name": "name", "value": "value", "unit": "unit"},
     )
     text += section(
+        "Balance: one of two sampling ranks three times slower; `gain` over no balance, `achieved` of the ideal 2.0",
+        "bench_balance",
+        {"name": "name", "value": "value", "unit": "unit"},
+    )
+    text += section(
         "500 episodes: does anything grow?",
         "endurance",
         {"name": "name", "after_100": "after 100", "after_500": "after 500"},
