@@ -251,7 +251,7 @@ def _run_lanes(
                 samplers=node.samplers,
                 count_restarts=lambda: sum(node.board.restarts(world.local(sampler)) for sampler in homes),
                 groups_of_samplers=partial(node.board.groups, [world.local(sampler) for sampler in roles.sampling]),
-                can_move=_can_move(config, world, shares, is_shared=is_shared),
+                can_move=_can_move(config, world, shares),
                 meet=meet,
                 stop=stop,
                 stop_request=stop_request,
@@ -359,7 +359,7 @@ def _make_sampling(
     rank, roles, runtime, local_rank = world.rank, world.roles, config.runtime, world.local_rank
     keeps_groups = runtime.apply_weights is WeightApplication.between_groups
     home, inferrer = roles.home_of(rank), roles.inference_of(rank)
-    can_move = _can_move(config, world, shares, is_shared=shares.num_samplers == len(roles.sampling))
+    can_move = _can_move(config, world, shares)
     versions = BeginningVersions(keeps_groups=keeps_groups)
     return SamplingLane(
         pool=pool,
@@ -401,8 +401,9 @@ def _make_sampling(
     )
 
 
-def _can_move(config: Config, world: World, shares: SlotShares, *, is_shared: bool) -> bool:
-    """Whether any rank of the node may sample for any other: each has room for a group of every training rank."""
+def _can_move(config: Config, world: World, shares: SlotShares) -> bool:
+    """Whether any rank of the node may sample for any other: slots are shared, with room for a group of every learner."""
+    is_shared = shares.num_samplers == len(world.roles.sampling)
     return config.moves_groups and is_shared and shares.training >= len(world.roles.training) * config.algo.group_size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dvla.lanes.balance import GroupPace
@@ -29,7 +29,7 @@ class _OpenGroup:
 
     order: Parcel
     slots: tuple[int, ...]
-    finished: int = field(default=0)
+    finished: int = 0
 
 
 class TrainingGroups:
