@@ -67,7 +67,7 @@ class Terminal:
     def __init__(self, *command):
         self._keyboard, screen = pty.openpty()
         self.process = subprocess.Popen(
-            command,
+            ["env", "--default-signal", *command],  # as from a login; what runs the tests may ignore Ctrl-C itself
             stdin=screen,
             stdout=screen,
             stderr=screen,
