@@ -4,8 +4,7 @@ In each round, in turn, every other time in reverse, with one compute thread a r
 
 * memcpy: rank 0 alone copies a version's bytes from memory to memory; the machine's bandwidth;
 * publish: both ranks publish a version through the real lanes; from the first rank's start until the last replica has it;
-* own shard: both ranks copy, in one piece, as many bytes as their shard has from memory to a host buffer, casting as a
-  publication does;
+* own shard: both ranks copy the learner's shards, one after the other, to their places in a host buffer, casting;
 * broadcast: gloo's, of a version's bytes from rank 0 to rank 1.
 
 `weights.vs_memcpy` and `weights.vs_gloo_broadcast` are quotients of bandwidths (bytes of a version by seconds).
@@ -51,7 +50,11 @@ def measure(dtype: torch.dtype) -> dict[str, float]:
     plane = Plane(WORLD, Policy(LAYERS[dtype]), dtype)
     size = plane.manifest.num_bytes
     plain, other = torch.ones(2, size, dtype=torch.uint8)
-    shard = torch.ones(size // dtype.itemsize // 2)
+    learner = plane.learner.parameters()
+    shards = [
+        (entry, learner[entry.name].detach().to_local(), shard_rows(learner[entry.name]))
+        for entry in plane.manifest.entries
+    ]
     seconds: dict[str, list[float]] = {}
     own_seconds: dict[str, list[float]] = {}
 
@@ -74,11 +77,16 @@ def measure(dtype: torch.dtype) -> dict[str, float]:
     applied = threading.Semaphore(0)
 
     def publish(version):
-        free = plane.host.buffers[(version + 1) % len(plane.host.buffers)].view(dtype)
-        place = free.chunk(2)[WORLD.rank][: len(shard)]
+        free = plane.host.buffers[(version + 1) % len(plane.host.buffers)]
+        places = [(plane.manifest.view(free, entry)[slice(*rows)], shard) for entry, shard, rows in shards]
+
+        def copy_shards():
+            for place, shard in places:
+                place.copy_(shard)
+
         work = [
             ("memcpy", copy_plainly),
-            ("own shard", lambda: place.copy_(shard)),
+            ("own shard", copy_shards),
             ("publish", lambda: plane.publish(version), applied.acquire),
             ("broadcast", lambda: dist.broadcast(plain, 0, group=WORLD.control_pg)),
         ]
@@ -119,6 +127,7 @@ if __name__ == "__main__":
     from runs import store
 
     from dvla.config import Device
+    from dvla.planes.weights import shard_rows
     from dvla.runtime.world import join_world
 
     torch.set_num_threads(1)

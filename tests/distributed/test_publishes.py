@@ -136,7 +136,7 @@ def publish_to_others(world, placement, versions):
             meet.host_free.acquire()
             for parameter in learner.parameters().values():
                 parameter.detach().to_local().fill_(version)
-            writer.write(learner.parameters(), version % writer.num_buffers)
+            writer.write(version % writer.num_buffers)
             meet.published.put(Publication(version, version % writer.num_buffers, None))
             memory[version] = psutil.Process().memory_info().rss
         if infers:

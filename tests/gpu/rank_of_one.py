@@ -78,7 +78,7 @@ class WeightPlane:
     def write(self, version: int) -> int:
         """Write the learner's shards to the buffer of `version`; its number."""
         buffer = version % self.writer.num_buffers
-        self.writer.write(self.learner.parameters(), buffer)
+        self.writer.write(buffer)
         return buffer
 
     def train(self, batch: MicroBatch, version: int) -> None:

@@ -432,10 +432,9 @@ class GrpoLane(Lane):
         buffer = self._publications % self._writer.num_buffers
         self._publications += 1
         with self.tracer.span("publish", version=self.policy_version):
-            parameters = self._learner.parameters()
-            self._writer.write(parameters, buffer)
+            self._writer.write(buffer)
             verify = self._config.runtime.verify_weights
-            digest = learner_digest(self._manifest, parameters) if verify else None
+            digest = learner_digest(self._manifest, self._learner.parameters()) if verify else None
         self._meet.published.put(Publication(self.policy_version, buffer, digest))
         self.after_publish()
 

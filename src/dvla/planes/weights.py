@@ -169,7 +169,8 @@ class ShardWriter:
         self._device = device
         self.extents: list[tuple[int, int]] = []
         """First and last-but-one byte of each part of a buffer that this rank owns, padding behind it included."""
-        self._places: list[list[tuple[str, Tensor]]] = [[] for _ in host.buffers]
+        self._shards: list[DTensor] = []
+        self._places: list[list[Tensor]] = [[] for _ in host.buffers]
         for entry in manifest.entries:
             parameter = parameters.get(entry.name)
             if not isinstance(parameter, DTensor) or tuple(parameter.shape) != entry.shape:
@@ -177,8 +178,9 @@ class ShardWriter:
             start, stop = shard_rows(parameter)
             if start == stop or not is_owner(parameter, entry, manifest):
                 continue
+            self._shards.append(parameter)
             for places, buffer in zip(self._places, host.buffers, strict=True):
-                places.append((entry.name, manifest.view(buffer, entry)[start:stop]))
+                places.append(manifest.view(buffer, entry)[start:stop])
             self.extents.append(manifest.extent(entry, start, stop))
 
     @property
@@ -187,14 +189,13 @@ class ShardWriter:
         return len(self._places)
 
     @torch.no_grad()
-    def write(self, parameters: dict[str, Tensor], buffer: int) -> None:
+    def write(self, buffer: int) -> None:
         """Copy every shard to its place, casting on the way; returns when the bytes are there."""
-        places = self._places[buffer]
         # Without autograd to_local is the shard's own tensor, at no cost.
-        shards = [parameters[name].to_local() for name, _ in places]  # type: ignore[attr-defined]
+        shards = [parameter.to_local() for parameter in self._shards]
         # In one call: other lanes cannot take the GIL between two copies.
-        if places:  # a rank may own nothing of a small model
-            torch._foreach_copy_([place for _, place in places], shards, non_blocking=True)
+        if shards:  # a rank may own nothing of a small model
+            torch._foreach_copy_(self._places[buffer], shards, non_blocking=True)
         finish_copies(self._device)
 
 
