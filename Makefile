@@ -11,6 +11,8 @@ ARGS ?=
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
+# Beside each other; a worker has all tests of a file, which share their fixtures, and takes the files in order.
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := tests/gpu/check.sh $(wildcard launch/*.sh) launch/slurm.sbatch .ci/run
 
 # One thread per rank unless told otherwise (torchrun would say so at length), time to save when
@@ -32,13 +34,21 @@ setup: ## install what is missing: system libraries (if root) and .venv
 train: setup ## train the quickstart on NPROC=2 ranks; ARGS='key=value …' overrides
 	@set -x; export NPROC=$(NPROC); exec launch/one_node.sh experiment=quickstart run.name=quickstart $(ARGS)
 
+# Two runs of pytest: tests beside each other, then those that must have the machine alone. The second follows whatever
+# became of the first, unless that was interrupted (2); that one of them has nothing to do (5) is no failure.
 .PHONY: test
 test: setup ## every test (those that need a GPU skip themselves); ARGS are pytest's
-	@$(WITH_RENDERER) set -x; exec $(PYTEST) $(ARGS)
+	@$(WITH_RENDERER) first=0; second=0; set -x; \
+	$(PYTEST) --part=together $(TOGETHER) $(ARGS) || first=$$?; \
+	if [[ $$first == 2 ]]; then exit 2; fi; \
+	$(PYTEST) --part=alone $(ARGS) || second=$$?; \
+	if [[ $$second == 5 ]]; then exit $$first; fi; \
+	if [[ $$first != 0 && $$first != 5 ]]; then exit $$first; fi; \
+	exit $$second
 
 .PHONY: test-unit
 test-unit: setup ## tests of single parts, no other process
-	@$(WITH_RENDERER) set -x; exec $(PYTEST) tests/unit $(ARGS)
+	@$(WITH_RENDERER) set -x; exec $(PYTEST) tests/unit $(TOGETHER) $(ARGS)
 
 .PHONY: test-distributed
 test-distributed: setup ## tests on several ranks

@@ -65,6 +65,8 @@ def part_of(batch: MicroBatch, rows: slice) -> MicroBatch:
         weights=batch.weights[rows],
         action_mask=batch.action_mask[rows],
         is_current=batch.is_current[rows],
+        old_values=None if batch.old_values is None else batch.old_values[rows],
+        returns=None if batch.returns is None else batch.returns[rows],
     )
 
 

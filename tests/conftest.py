@@ -23,6 +23,22 @@ def _command(process):
         return []
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part",
+        choices=["together", "alone"],
+        help="only the tests that may run beside others (as with -n 2), or only those marked alone",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    part = config.getoption("part")
+    if part is not None:
+        others = [item for item in items if (item.get_closest_marker("alone") is not None) != (part == "alone")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if (item.get_closest_marker("alone") is not None) == (part == "alone")]
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing():
     """Every test ends without child processes and without new shared memory."""

@@ -36,6 +36,7 @@ from dvla.models.compute_options import checkpoint_activations, compile_layers
 from dvla.models.export import write_policy
 from dvla.models.policy_source import PolicySource, prepare_policy
 from dvla.models.sharding import shard_policy
+from dvla.rl.learning_rate import lr_factor
 from dvla.rl.noise import decision_keys
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.device import compute_threads
@@ -289,7 +290,9 @@ class _Training:
         sft, rows = self._config.sft, self._task.train_rows
         chosen = batch_rows(rows, seed=self._config.seed, step=self.step, batch_size=sft.global_batch_size)
         sums = self._cloner.accumulate(self._samples, chosen, self.step)
-        rate = learning_rate(sft.lr, sft.warmup_steps, self._task.num_steps, self.step)
+        rate = sft.lr * lr_factor(
+            self.step, warmup_steps=sft.warmup_steps, num_steps=self._task.num_steps, schedule="cosine"
+        )
         grad_norm = self._cloner.step(rate, self.step)
         self.step += 1
         *figures, stops = self._over_ranks(torch.cat((sums, torch.tensor([float(stop_request.is_set())]))))
@@ -331,14 +334,6 @@ def _write_policy(config: SftConfig, task: _Task, step: int) -> None:
     for old in root.iterdir():
         if old != out:
             shutil.rmtree(old)
-
-
-def learning_rate(base: float, warmup_steps: int, num_steps: int, step: int) -> float:
-    """Rate of the optimiser step that follows `step` others: a linear rise, then half a cosine down to 0."""
-    if step < warmup_steps:
-        return base * (step + 1) / warmup_steps
-    part = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    return base * 0.5 * (1.0 + math.cos(math.pi * min(part, 1.0)))
 
 
 class Cloner:

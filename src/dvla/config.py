@@ -80,6 +80,24 @@ class Objective(Enum):
     """PPO's clipped ratio pi/pi_behavior."""
 
 
+class Algorithm(Enum):
+    """What judges an action."""
+
+    grpo = "grpo"
+    """The other episodes of its group."""
+    ppo = "ppo"
+    """A value head, by generalised advantage estimation."""
+
+
+class ValueType(Enum):
+    """What one value of PPO's value head is of."""
+
+    chunk = "chunk"
+    """A whole decision, whose rewards are added up."""
+    action = "action"
+    """One control step of it."""
+
+
 class LogprobType(Enum):
     """What one probability ratio covers."""
 
@@ -114,6 +132,14 @@ class Meshes(Enum):
     """The simulator's own meshes."""
     light = "light"
     """Decimated ones: several times faster to draw without a GPU, and nearly the same picture."""
+
+
+class LrSchedule(Enum):
+    """How the learning rate goes on after the warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
 
 
 class TaskSampling(Enum):
@@ -259,8 +285,9 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AlgoConfig:
-    """GRPO, its staleness rule and its optimiser."""
+    """GRPO or PPO, the staleness rule and the optimiser."""
 
+    name: Algorithm = Algorithm.grpo
     group_size: int = 8
     """Episodes of one group (G): one task, one initial state. The only place where G is set."""
     groups_per_step: int = 8
@@ -281,8 +308,23 @@ class AlgoConfig:
     behavior_ratio_cap: float | None = 5.0
     """Largest pi_prox/pi_behavior of the decoupled objective; null leaves it unbounded."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus, in nats per action element; 0 for none."""
+    reference_kl_coef: float = 0.0
+    """Weight of the KL divergence from the weights the run began with, in nats per action element; 0 for none, and then
+    these weights are not kept."""
     normalize_by_std: bool = True
-    """Divide advantages by the group's standard deviation."""
+    """Divide GRPO's advantages by the group's standard deviation; PPO's always are, by the batch's."""
+    value_type: ValueType = ValueType.chunk
+    gamma: float = 0.99
+    """PPO's discount, per value: per decision or control step."""
+    gae_lambda: float = 0.95
+    """PPO's trade-off between values (0) and returns (1), likewise."""
+    value_coef: float = 0.5
+    """Weight of the value head's loss, whose gradient also reaches the policy's trunk."""
+    value_lr: float = 1e-3
+    """Learning rate of the value head; warms up as `lr` does."""
+    value_clip: float | None = None
+    """Largest change of a value in one batch that lowers the loss; null for no bound."""
     length_normalization: bool = True
     """Weigh each episode by one, whatever its number of decisions."""
     filter_zero_signal: bool = True
@@ -294,16 +336,23 @@ class AlgoConfig:
     lr: float = 1e-4
     warmup_steps: int = 0
     """Optimiser steps over which the learning rate rises linearly from lr/warmup_steps to lr."""
+    lr_schedule: LrSchedule = LrSchedule.constant
+    """What the learning rate does after the warm-up: `linear` and `cosine` let it fall to 0 at `num_steps`."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        _require(self.group_size >= 2, "algo.group_size must be at least 2: an advantage compares members of a group")
-        for key in ("groups_per_step", "num_steps", "update_epochs", "micro_batch_size"):
+        if self.name is Algorithm.ppo:
+            self._check_ppo()
+        else:
+            _require(
+                self.group_size >= 2, "algo.group_size must be at least 2: an advantage compares members of a group"
+            )
+        for key in ("group_size", "groups_per_step", "num_steps", "update_epochs", "micro_batch_size"):
             _require(getattr(self, key) >= 1, f"algo.{key} must be at least 1")
-        for key in ("max_staleness", "max_dropped_per_step", "warmup_steps"):
+        for key in ("max_staleness", "max_dropped_per_step", "warmup_steps", "reference_kl_coef"):
             _require(getattr(self, key) >= 0, f"algo.{key} must be at least 0")
         _require(
             self.num_steps % self.update_epochs == 0,
@@ -322,6 +371,26 @@ class AlgoConfig:
         )
         _require(self.lr > 0, "algo.lr must be above 0")
         _require(self.max_grad_norm > 0, "algo.max_grad_norm must be above 0")
+
+    def _check_ppo(self) -> None:
+        _require(
+            not self.filter_zero_signal,
+            "algo.filter_zero_signal=true leaves out groups that GRPO cannot learn from: set it to false with algo.name=ppo",
+        )
+        _require(
+            self.value_type is ValueType.chunk or self.logprob_type is not LogprobType.chunk,
+            "algo.value_type=action gives each control step an advantage: algo.logprob_type must be token or action",
+        )
+        for key in ("gamma", "gae_lambda"):
+            _require(0 <= getattr(self, key) <= 1, f"algo.{key} must lie between 0 and 1")
+        _require(self.value_coef > 0, "algo.value_coef must be above 0")
+        _require(self.value_lr > 0, "algo.value_lr must be above 0")
+        _require(self.value_clip is None or self.value_clip > 0, "algo.value_clip must be above 0, or null")
+
+    @property
+    def keeps_batch(self) -> bool:
+        """Whether a batch keeps its slots until its last update: for another epoch, or until all its advantages are known."""
+        return self.update_epochs > 1 or self.name is Algorithm.ppo
 
 
 @dataclass(kw_only=True, slots=True)
@@ -505,6 +574,12 @@ class Config:
             f"(env.max_episode_steps={self.env.max_episode_steps})",
         )
         _require(
+            self.algo.name is Algorithm.grpo or self.env.max_episode_steps % self.model.num_action_chunks == 0,
+            f"algo.name=ppo values the observation at which the time runs out, which must end a chunk: "
+            f"env.max_episode_steps={self.env.max_episode_steps} must be a multiple of "
+            f"model.num_action_chunks={self.model.num_action_chunks}",
+        )
+        _require(
             self.algo.max_staleness == 0 or self.runtime.schedule is Schedule.overlapped,
             "runtime.schedule=serial is on-policy: set algo.max_staleness=0",
         )
@@ -550,7 +625,7 @@ class Config:
     @property
     def moves_groups(self) -> bool:
         """Whether balance may let another rank sample a group; not where a batch keeps its slots, as they must suffice."""
-        return self.balances and self.algo.update_epochs == 1
+        return self.balances and not self.algo.keeps_batch
 
     def groups_per_learner(self, num_learners: int) -> int:
         """Groups each of `num_learners` training ranks gives to a batch.
@@ -596,9 +671,9 @@ class Config:
         )
         least = ((num_sharing - 1) * window + min(batch, window)) * self.algo.group_size
         _require(
-            self.algo.update_epochs == 1 or slots >= least,
-            f"algo.update_epochs={self.algo.update_epochs} keeps a whole batch in its slots: runtime.num_slots must be "
-            f"at least {least}",
+            not self.algo.keeps_batch or slots >= least,
+            f"algo.name={self.algo.name.name} with algo.update_epochs={self.algo.update_epochs} keeps a whole batch in its "
+            f"slots: runtime.num_slots must be at least {least}",
         )
         return slots
 

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dvla.config import Config, ConfigError, Placement, Schedule, WeightApplication, config_hash
+from dvla.config import Algorithm, Config, ConfigError, Placement, Schedule, WeightApplication, config_hash
 from dvla.envs.batch_pool import BatchPool
 from dvla.envs.registry import expected_action_dim
 from dvla.envs.simulators import open_simulators
 from dvla.lanes.balance import EnvLimit
+from dvla.lanes.critic import values_per_decision
 from dvla.lanes.episode_source import BeginningVersions
 from dvla.lanes.evaluation_episodes import EvaluationEpisodes, evaluation_tickets, states_of_tasks
 from dvla.lanes.grpo import GrpoLane
@@ -216,7 +217,17 @@ def _run_lanes(
         if trains and host is not None:
             if source.load is None:
                 policy = policy.to(world.device)
-            learner = Learner(policy, world, algo, runtime, frozen=source.frozen, load=source.load)
+            num_values = values_per_decision(config) if algo.name is Algorithm.ppo else 0
+            learner = Learner(
+                policy,
+                world,
+                algo,
+                runtime,
+                frozen=source.frozen,
+                load=source.load,
+                num_values=num_values,
+                seed=config.seed,
+            )
             writer = ShardWriter(manifest, learner.parameters(), host, world.device)
             extents = writer.extents
         exchange = WeightExchange(world, manifest, extents, host.buffers if host else [])

@@ -15,7 +15,7 @@ SIMULATORS = {
 
 
 def make(name, tmp_path, *, num_workers, disaster=None, **changes):
-    options = {"reflections": False, "msaa": False} if name == "libero" else {}
+    options = {"reflections": False, "msaa": False, "tasks": 3} if name == "libero" else {}
     if disaster:
         place, count = disaster
         options |= {"place": place, "count": count, "marker": str(tmp_path / "struck")}
@@ -43,7 +43,7 @@ def alone(tmp_path_factory):
     return get
 
 
-EPISODES = {"maniskill": 8, "libero": 1}  # of each task: LIBERO has ten
+EPISODES = {"maniskill": 8, "libero": 2}  # of each task: here LIBERO has three
 
 
 def same(played, wanted):
@@ -52,10 +52,10 @@ def same(played, wanted):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize("name", ["maniskill", "libero"])
-def test_states_and_pictures_do_not_depend_on_the_number_of_workers(alone, name, num_workers, tmp_path):
-    same(play_episodes(make(name, tmp_path, num_workers=num_workers, episodes=EPISODES[name]), tmp_path), alone(name))
+def test_states_and_pictures_do_not_depend_on_the_number_of_workers(alone, name, tmp_path):
+    """Nor on two, of which one is killed (below)."""
+    same(play_episodes(make(name, tmp_path, num_workers=4, episodes=EPISODES[name]), tmp_path), alone(name))
 
 
 @pytest.mark.timeout(600)

@@ -10,7 +10,7 @@ from playing import make_config, play_episodes
 from dvla.config import EnvConfig
 from dvla.lanes.sampling import RepeatedFailureError
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.alone]
 
 
 def config(disaster, marker, num_envs=6, num_workers=2, **runtime):

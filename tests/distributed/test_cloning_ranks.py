@@ -9,7 +9,7 @@ from batches import SPEC, K
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from dvla.cloning import Cloner, learning_rate
+from dvla.cloning import Cloner
 from dvla.config import CloningConfig, DataConfig, ModelConfig, RuntimeConfig, SftConfig
 from dvla.datasets.recorded import RecordedDataset, RecordedEpisode
 from dvla.datasets.samples import Samples
@@ -121,11 +121,3 @@ def test_ranks_and_micro_batches_change_nothing(name):
                 held_out.append(measured)
     for measured in held_out:
         assert measured == pytest.approx(held_out[0], rel=1e-4)
-
-
-def test_the_rate_rises_linearly_and_falls_along_a_cosine():
-    rates = [learning_rate(2.0, 4, 12, step) for step in range(12)]
-    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert rates[8] == pytest.approx(1.0)
-    assert rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True)
-    assert 0 < rates[-1] < 0.1

@@ -16,6 +16,8 @@ from dvla.config import ConfigError, Device
 from dvla.runtime import world as world_module
 from dvla.runtime.world import JoinError, join_world
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = Path(__file__).parent / "publish_on_nodes.py"
 
 

@@ -20,6 +20,8 @@ from dvla.planes.slots import layout_bytes, slot_arrays
 from dvla.planes.transfer_plan import Pattern, make_plan
 from dvla.planes.transport import Kind, Parcel, TransportError, receive_within
 
+pytestmark = pytest.mark.alone
+
 RATIOS = [(1, 1), (1, 3), (3, 1), (2, 3), (1, 4)]  # the last one broadcasts
 GROUP_SIZE, SLOTS, LIMIT_S = 2, 6, 30.0  # slots of each sender, and of each receiver of copies
 

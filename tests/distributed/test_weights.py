@@ -16,6 +16,8 @@ from dvla.planes.exchange import WeightExchange
 from dvla.planes.manifest import Manifest, ManifestEntry, make_manifest
 from dvla.planes.weights import HostBuffers, Publication, Replica, WeightPlaneError
 
+pytestmark = pytest.mark.alone
+
 
 def send_versions(world, cases, versions):
     """Train and publish `versions` times in each case; digests of learner and replica of each version."""

@@ -1,6 +1,7 @@
 """What people get wrong: one clear line that names the thing and the remedy, an exit code, nothing left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,12 +26,8 @@ def error_lines(run):
     [
         (["env.name=reech"], ["env.name='reech'", "did you mean reach"]),
         (["+env.options.colour=red"], ["env.options.colour", "target_radius"]),
-        (["model.name=openvla"], ["model.name", "openvla_oft"]),
-        (["model.preset=huge"], ["model.preset", "default"]),
         (["+model.options.width=3"], ["model.options.width"]),
         (["model.num_action_chunks=33"], ["model.num_action_chunks=33", "env.max_episode_steps=32"]),
-        (["algo.group_size=1"], ["algo.group_size"]),
-        (["runtime.num_slots=2"], ["runtime.num_slots=2", "algo.group_size=4"]),
         (["device=cuda"], ["device=cuda", "device=cpu"]),
         (["resume=runs/nothing"], ["resume=runs/nothing", "no complete checkpoint"]),
     ],
@@ -60,9 +57,16 @@ def test_a_batch_that_does_not_divide_among_the_ranks(tmp_path):
     assert not list(tmp_path.rglob("*-w0.log"))
 
 
-def test_a_folder_in_use_is_kept_unless_told_otherwise(tmp_path):
-    first = train(tmp_path, *QUICK, "algo.num_steps=1", ranks=0)
-    assert first.code == 0, first.output
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of one step that has ended well."""
+    run = train(tmp_path_factory.mktemp("finished"), *QUICK, "algo.num_steps=1", ranks=0)
+    assert run.code == 0, run.output
+    return run
+
+
+def test_a_folder_in_use_is_kept_unless_told_otherwise(finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "test", symlinks=True)
     second = train(tmp_path, *QUICK, "algo.num_steps=1")
     assert second.code != 0
     (line,) = error_lines(second)  # all ranks fail, one says why
@@ -72,9 +76,8 @@ def test_a_folder_in_use_is_kept_unless_told_otherwise(tmp_path):
     assert third.code == 0, third.output
 
 
-def test_clean_never_removes_the_checkpoint_to_resume_from(tmp_path):
-    first = train(tmp_path, *QUICK, "algo.num_steps=1", ranks=0)
-    path = first.folder / "checkpoints" / "step_000001"
+def test_clean_never_removes_the_checkpoint_to_resume_from(finished, tmp_path):
+    path = shutil.copytree(finished.folder, tmp_path / "test", symlinks=True) / "checkpoints" / "step_000001"
     for resume in (path, "auto"):
         run = train(tmp_path, *QUICK, "run.clean=true", f"resume={resume}", ranks=0)
         assert run.code == 2
@@ -82,14 +85,13 @@ def test_clean_never_removes_the_checkpoint_to_resume_from(tmp_path):
     assert path.exists()
 
 
-def test_resuming_elsewhere_does_not_touch_another_run(tmp_path):
-    first = train(tmp_path, *QUICK, "algo.num_steps=1", ranks=0)
-    other = train(tmp_path, *QUICK, "algo.num_steps=2", "run.name=other", ranks=0)
-    path = first.folder / "checkpoints" / "step_000001"
+def test_resuming_elsewhere_does_not_touch_another_run(finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "other", symlinks=True)
+    path = finished.folder / "checkpoints" / "step_000001"
     run = train(tmp_path, *QUICK, "run.name=other", f"resume={path}", ranks=0)
     assert run.code == 2
     assert "is not empty" in error_lines(run)[0]
-    assert (other.folder / "checkpoints" / "step_000002").exists()
+    assert (tmp_path / "other" / "checkpoints" / "step_000001" / "COMPLETE.json").exists()
 
 
 def test_clean_never_removes_what_is_no_run(tmp_path):
@@ -147,14 +149,6 @@ def test_no_vulkan_device(tmp_path, monkeypatch):
     assert "make setup" in line or "system_packages.sh" in line
 
 
-def test_an_unknown_task_shows_what_is_close(tmp_path):
-    run = train(tmp_path, *QUICK, "env=maniskill", "model=openvla_oft_nano", "env.task=PushCub-v1", ranks=0)
-    assert run.code == 1
-    (line,) = error_lines(run)
-    assert "'PushCub-v1'" in line
-    assert "PushCube-v1" in line
-
-
 def test_a_missing_simulator_package(tmp_path, monkeypatch):
     package = tmp_path / "fake" / "mani_skill"
     package.mkdir(parents=True)
@@ -174,12 +168,8 @@ def test_a_missing_simulator_package(tmp_path, monkeypatch):
     [
         (["env=libero_spatial", "env.task=libero_spacial"], "LIBERO has no suite 'libero_spacial': choose one of"),
         (["env=maniskill", "env.task=PushKube-v1"], "ManiSkill has no task 'PushKube-v1': did you mean PushCube-v1"),
-        (["env=maniskill", "model.num_action_chunks=64"], "model.num_action_chunks=64 is longer than an episode"),
-        (["env=maniskill", "env.image_size=[0,64]"], "env.image_size=[0, 64]: height and width must be at least 1"),
         (["runtime.num_envs=80", "runtime.num_workers=80"], "runtime.num_workers=80 processes for 32 episode slots"),
-        (["env=maniskill", "env.task=PickSingleYCB-v1"], "needs the ManiSkill asset"),
         (["env=maniskill", "+env.options.sim_backend=gpu"], "sim_backend=gpu needs an NVIDIA GPU"),
-        (["env=libero_spatial", "+env.options.render_backend=webgl"], "render_backend='webgl' must be one of"),
         (["env.cameras=[top]", "render.meshes=light"], "render.meshes=light: reach has no light meshes"),
         (["+env.options.sim_backend=gpu"], "env.options.sim_backend"),
     ],

@@ -17,7 +17,7 @@ import pytest
 
 from e2e.launch import QUICK, REPOSITORY, Run, finish, ranks_of, wait_for_step
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 ENDLESS = (*QUICK, "algo.num_steps=100000")
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wait_for_step
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 SEPARATED = ("placement=separated", "placement.ratio=1:1")
 HYBRID_ALL = ("placement=hybrid", "placement.ratio=1:1")
@@ -118,11 +118,16 @@ def go_on(run, root, placement, ranks):
 
 
 @pytest.mark.parametrize(
-    ("placement", "ranks", "rank", "early"),
-    [(SEPARATED, 2, 1, False), (HYBRID, 3, 1, False), (HYBRID, 3, 2, False), (HYBRID, 3, 1, True)],
+    ("placement", "ranks", "rank", "early", "resumed"),
+    [
+        (SEPARATED, 2, 1, False, True),
+        (HYBRID, 3, 1, False, True),
+        (HYBRID, 3, 2, False, False),
+        (HYBRID, 3, 1, True, False),
+    ],
     ids=["samples and infers", "only infers", "only samples", "only infers, before the first step"],
 )
-def test_a_signal_to_a_rank_that_does_not_train_stops_all_at_one_step(tmp_path, placement, ranks, rank, early):
+def test_a_signal_to_a_rank_that_does_not_train_stops_all_at_one_step(tmp_path, placement, ranks, rank, early, resumed):
     process = start(tmp_path, *ENDLESS, *placement, ranks=ranks)
     if early:
         wait_for_file(process, tmp_path / "test" / "config.yaml")
@@ -136,17 +141,17 @@ def test_a_signal_to_a_rank_that_does_not_train_stops_all_at_one_step(tmp_path, 
     assert (run.folder / "checkpoints" / "latest").readlink().name == f"step_{summary['policy_version']:06d}"
     assert (run.folder / "checkpoints" / "latest" / "COMPLETE.json").exists()
     assert len(run.metrics if summary["policy_version"] else []) == summary["policy_version"]
-    if not early:
+    if resumed:  # once for each placement: the checkpoint does not tell who was asked to stop
         go_on(run, tmp_path, placement, ranks)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    ("placement", "ranks", "victim"),
-    [(SEPARATED, 2, 1), (SEPARATED, 2, 0), (HYBRID, 3, 1), (HYBRID, 3, 2)],
+    ("placement", "ranks", "victim", "resumed"),
+    [(SEPARATED, 2, 1, False), (SEPARATED, 2, 0, True), (HYBRID, 3, 1, True), (HYBRID, 3, 2, False)],
     ids=["separated-sampling", "separated-training", "hybrid-inference", "hybrid-sampling"],
 )
-def test_a_killed_rank_ends_the_run_by_name_and_auto_goes_on(tmp_path, placement, ranks, victim):
+def test_a_killed_rank_ends_the_run_by_name_and_auto_goes_on(tmp_path, placement, ranks, victim, resumed):
     process = start(tmp_path, *ENDLESS, *placement, ranks=ranks)
     wait_for_file(process, tmp_path / "test" / "checkpoints" / "latest" / "COMPLETE.json")
     family = psutil.Process(process.pid).children(recursive=True)
@@ -161,7 +166,8 @@ def test_a_killed_rank_ends_the_run_by_name_and_auto_goes_on(tmp_path, placement
     assert any(f"rank {victim} (pid {target.pid}) died" in line for line in errors), run.output
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == [], "simulators too end with their rank"
-    go_on(run, tmp_path, placement, ranks)
+    if resumed:  # once for each placement
+        go_on(run, tmp_path, placement, ranks)
 
 
 # -- training goes on as everywhere --------------------------------------------------------------------------------------
@@ -226,12 +232,13 @@ def test_several_epochs_and_dropped_groups(tmp_path, placement, ranks, overrides
     assert summary["staleness_max"] <= 2  # one batch is two optimiser steps
 
 
-@pytest.mark.parametrize("schedule", ["algo.max_staleness=0", "algo.max_staleness=2"], ids=["on-policy", "stale"])
-def test_uneven_sets_of_ranks_keep_the_staleness_bound(tmp_path, schedule):
-    run = train(tmp_path, *QUICK, *UNEVEN, schedule, "algo.num_steps=8", "runtime.wait_timeout_s=30", ranks=4)
+def test_uneven_sets_of_ranks_keep_to_the_policy_of_the_step(tmp_path):
+    """With a bound above 0: in test_several_epochs_and_dropped_groups."""
+    on_policy = "algo.max_staleness=0"
+    run = train(tmp_path, *QUICK, *UNEVEN, on_policy, "algo.num_steps=8", "runtime.wait_timeout_s=30", ranks=4)
     assert run.code == 0, run.output
     assert [line["policy_version"] for line in run.metrics] == list(range(1, 9))
-    assert run.summary["staleness_max"] <= int(schedule[-1])
+    assert run.summary["staleness_max"] == 0
     assert "3 sampling ranks feed 2 training ranks in turn" in run.output
     assert all(run.summary["lanes"][lane]["items"] > 0 for lane in ("sampling", "inference", "grpo", "param_dist"))
 
@@ -274,11 +281,8 @@ def test_between_groups_nothing_waits_for_weights_that_wait_for_it(tmp_path, ran
     ("ranks", "overrides", "words"),
     [
         (0, SEPARATED, ["placement.ratio=1:1 needs a multiple of 2 ranks", "there are 1", "--nproc-per-node"]),
-        (3, SEPARATED, ["placement.ratio=1:1 needs a multiple of 2 ranks", "(2, 4, 6, ...)", "there are 3"]),
         (2, CUSTOM, ["placement.sampling=[1, 2]: the local ranks of a node are 0 to 1"]),
-        (0, (*SEPARATED, "runtime.schedule=serial", "algo.max_staleness=0"), ["serial", "placement=colocated"]),
         (3, (*HYBRID, "runtime.apply_weights=between_groups"), ["runtime.apply_weights=between_groups"]),
-        (2, (*HYBRID_ALL, "runtime.num_slots=4"), ["runtime.num_slots=4 must be at least 8", "2 training ranks"]),
         (
             2,
             (*SEPARATED, "placement.stages=1", "env.name=batch_reach:WalledReach", "+env.options.sim_backend=gpu"),

@@ -80,7 +80,15 @@ def assert_equal(one, two):
         assert torch.equal(one[name], two[name]), name
 
 
-def test_two_ranks_clone_and_reinforcement_learning_goes_on_from_it(tmp_path, dataset):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, dataset):
+    """A run on one rank from beginning to end."""
+    run = clone(tmp_path_factory.mktemp("whole"), dataset)
+    assert run.code == 0, run.output
+    return run
+
+
+def test_two_ranks_clone_and_reinforcement_learning_goes_on_from_it(tmp_path, dataset, whole):
     run = clone(tmp_path, dataset, "run.eval_every=null", ranks=2)
     assert run.code == 0, run.output
     assert "4 episodes, 30 steps, 1 tasks, cameras front" in run.output
@@ -98,8 +106,7 @@ def test_two_ranks_clone_and_reinforcement_learning_goes_on_from_it(tmp_path, da
     assert statistics["reach"]["num_trajectories"] == 4
     assert len(statistics["reach"]["action"]["q01"]) == actions.shape[1]
 
-    alone = clone(tmp_path / "alone", dataset)
-    for (name, one), two in zip(weights(run).items(), weights(alone).values(), strict=True):
+    for (name, one), two in zip(weights(run).items(), weights(whole).values(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-4, msg=name)
 
     trained = train(
@@ -133,9 +140,7 @@ def test_two_ranks_clone_and_reinforcement_learning_goes_on_from_it(tmp_path, da
     assert "model.unnorm_key='bridge'" in wrong.output and "it has: reach" in wrong.output
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, dataset):
-    whole = clone(tmp_path / "whole", dataset)
-    assert whole.code == 0, whole.output
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, dataset, whole):
     lines = whole.metrics
     assert [line["policy_version"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(line["sft/loss"] > 0 and line["sft/lr"] >= 0 for line in lines)
@@ -183,7 +188,6 @@ def test_pi05_from_videos_of_two_cameras(tmp_path):
     ("overrides", "words"),
     [
         (["data.paths=[/nowhere]"], "/nowhere holds neither"),
-        (["data.action_key=actions"], "no column 'actions'"),
         (["model=mlp"], "model.name=mlp: openvla_oft and pi05 can be trained by cloning"),
         (["model.unnorm_key=x"], "model.unnorm_key names statistics of model.checkpoint"),
         (["model.temperature=1.6"], "model.temperature must be 1"),

@@ -8,7 +8,7 @@ import slurm as slurm_tests
 
 from e2e.launch import QUICK, REPOSITORY
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slurm]
+pytestmark = [pytest.mark.e2e, pytest.mark.slurm, pytest.mark.alone]
 
 STEPS = 30
 OVERRIDES = (*(override for override in QUICK if "run.name" not in override), f"algo.num_steps={STEPS}")

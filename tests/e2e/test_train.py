@@ -13,7 +13,7 @@ from spans import load_spans, overlap_seconds
 from dvla.telemetry.summary import SUMMARY_KEYS
 from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wait_for_step
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 TIMES = ("time/", "perf/", "lane/", "plane/", "memory/")  # of the machine, not of the training
 
@@ -111,7 +111,14 @@ def test_update_epochs_take_several_steps_on_a_batch(tmp_path):
     assert max(line["staleness/max"] for line in run.metrics) <= 2  # one batch is two optimiser steps
 
 
-SERIAL = (*QUICK, "runtime.schedule=serial", "algo.max_staleness=0", "algo.num_steps=6", "run.checkpoint_every=3")
+SERIAL = (
+    *QUICK,
+    "runtime.schedule=serial",
+    "algo.max_staleness=0",
+    "algo.num_steps=6",
+    "run.checkpoint_every=3",
+    "algo.reference_kl_coef=0.1",  # a resumed run must find the first weights again
+)
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +215,14 @@ def test_a_run_resumed_into_a_new_folder_has_a_checkpoint_of_its_own(tmp_path):
     assert (more.folder / "checkpoints" / "latest").readlink().name == "step_000004"
 
 
+@pytest.fixture(scope="module")
+def serial_alone(tmp_path_factory):
+    """As `serial`, on one rank."""
+    return train(tmp_path_factory.mktemp("runs"), *SERIAL, ranks=0)
+
+
 @pytest.mark.parametrize("after", [0, 2], ids=["before the first step", "after two steps"])
-def test_a_serial_run_that_was_stopped_goes_on_to_the_bit(serial, tmp_path, after):
+def test_a_serial_run_that_was_stopped_goes_on_to_the_bit(serial_alone, tmp_path, after):
     process = start(tmp_path, *SERIAL, ranks=0)
     if after:
         wait_for_step(process, tmp_path / "test", after)
@@ -221,8 +234,7 @@ def test_a_serial_run_that_was_stopped_goes_on_to_the_bit(serial, tmp_path, afte
     assert stopped.summary["exit"] == "stopped"
     more = train(tmp_path, *SERIAL, "resume=auto", ranks=0)
     assert more.code == 0, more.output
-    alone = train(tmp_path, *SERIAL, "run.name=alone", ranks=0)
-    assert without_times(more.metrics) == without_times(alone.metrics)
+    assert without_times(more.metrics) == without_times(serial_alone.metrics)
 
 
 def test_a_step_may_take_longer_than_a_wait(tmp_path):

@@ -9,6 +9,7 @@ CHECKS = load_checks()
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("name", CHECKS)
 def test_check(name):
     check, device = CHECKS[name], wanted_device()

@@ -22,6 +22,9 @@ def test_importing_the_config_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+PPO = {"name": "ppo", "group_size": 1, "filter_zero_signal": False}
+
+
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_file_composes_and_is_valid(path):
     given = [f"placement.{role}=[0]" for role in ("sampling", "inference", "training") if path.stem == "custom"]
@@ -38,6 +41,14 @@ def test_every_config_file_composes_and_is_valid(path):
         ({"algo": {"group_size": "eight"}}, "algo.group_size"),
         ({"algo": {"objective": "clip"}}, "algo.behavior_ratio_cap"),
         ({"algo": {"num_steps": 9, "update_epochs": 2}}, "algo.num_steps=9 must be a multiple of"),
+        ({"algo": {"name": "ppo"}}, "algo.filter_zero_signal=true"),
+        (
+            {"algo": {**PPO, "value_type": "action", "logprob_type": "chunk"}},
+            "algo.logprob_type must be token or action",
+        ),
+        ({"algo": {**PPO, "value_clip": 0}}, "algo.value_clip must be above 0"),
+        ({"algo": {**PPO, "gae_lambda": 1.5}}, "algo.gae_lambda must lie between 0 and 1"),
+        ({"algo": PPO, "env": {"max_episode_steps": 30}}, "env.max_episode_steps=30 must be a multiple of"),
         ({"model": {"num_action_chunks": 33}}, "model.num_action_chunks=33 is longer than an episode"),
         ({"model": {"temperature": 0}}, "model.temperature"),
         ({"env": {"cameras": ["a"], "image_size": [0, 64]}}, "env.image_size=[0, 64]"),

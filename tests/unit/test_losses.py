@@ -37,6 +37,7 @@ def random_batch(
         "logprobs": (behavior + spread * draw(batch, steps, dims)).requires_grad_(),
         "behavior_logprobs": behavior,
         "prox_logprobs": behavior + spread * draw(batch, steps, dims),
+        "reference_logprobs": behavior + spread * draw(batch, steps, dims),
         "entropy": draw(batch, steps, dims).abs().requires_grad_(),
         "advantages": draw(batch),
         "weights": weights,
@@ -49,7 +50,9 @@ def naive_loss(batch: dict[str, Tensor], settings: LossSettings) -> tuple[float,
     b = {name: tensor.detach().tolist() for name, tensor in batch.items()}
     total, stats = (
         0.0,
-        dict.fromkeys(("terms", "low", "high", "dual", "capped", "ratio", "behavior", "kl", "entropy"), 0.0),
+        dict.fromkeys(
+            ("terms", "low", "high", "dual", "capped", "ratio", "behavior", "kl", "entropy", "reference"), 0.0
+        ),
     )
     for i, weight in enumerate(b["weights"]):
         steps = [k for k, is_executed in enumerate(b["action_mask"][i]) if is_executed]
@@ -90,7 +93,11 @@ def naive_loss(batch: dict[str, Tensor], settings: LossSettings) -> tuple[float,
         entropies = [b["entropy"][i][k][a] for k, a in elements]
         stats["entropy"] += sum(entropies)
         bonus = settings.entropy_coef * sum(entropies) / len(entropies)
-        total += weight * (sum(losses) / len(losses) - bonus)
+        away = [b["reference_logprobs"][i][k][a] - b["logprobs"][i][k][a] for k, a in elements]
+        divergences = [math.exp(d) - d - 1 for d in away]
+        stats["reference"] += sum(divergences)
+        penalty = settings.reference_kl_coef * sum(divergences) / len(divergences)
+        total += weight * (sum(losses) / len(losses) - bonus + penalty)
     return total, stats
 
 
@@ -99,8 +106,9 @@ def naive_loss(batch: dict[str, Tensor], settings: LossSettings) -> tuple[float,
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_a_plain_loop(level: Any, objective: Any, seed: int) -> None:
     options = LossSettings(
-        logprob_type=level, objective=objective, dual_clip=1.5, behavior_ratio_cap=1.3, entropy_coef=0.01
-    )
+        logprob_type=level, objective=objective, dual_clip=1.5, behavior_ratio_cap=1.3, entropy_coef=0.01,
+        reference_kl_coef=0.2,
+    )  # fmt: skip
     batch = random_batch(seed)
     loss, stats = policy_loss(**batch, settings=options)
     expected, counts = naive_loss(batch, options)
@@ -118,6 +126,7 @@ def test_equals_a_plain_loop(level: Any, objective: Any, seed: int) -> None:
     assert metrics["train/loss"] == pytest.approx(expected / batch["weights"].sum().item())
     executed = batch["action_mask"][batch["weights"] > 0].sum().item() * 2
     assert metrics["train/entropy"] == pytest.approx(counts["entropy"] / executed)
+    assert metrics["train/reference_kl"] == pytest.approx(counts["reference"] / executed)
 
 
 @pytest.mark.parametrize("level", LEVELS)

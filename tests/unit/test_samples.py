@@ -80,21 +80,26 @@ def cache(world, path, size, max_gib, folder=None):
     return np.array(frames)
 
 
+def cache_all(world, cases):
+    return [cache(world, *case) for case in cases]
+
+
 @pytest.mark.distributed
 def test_ranks_share_the_pictures_and_their_errors(tmp_path):
     episodes = [episode(seed, 3) for seed in range(2)]
-    folder = str(write_v2(tmp_path / "set", episodes, videos=True))
+    folder, broken = (str(write_v2(tmp_path / name, episodes, videos=True)) for name in ("set", "broken"))
+    next(tmp_path.glob("broken/videos/**/episode_000001.mp4")).write_bytes(b"")
     (tmp_path / "cache").mkdir()
-    one, two = run_ranks(cache, 2, folder, (16, 24), 1.0, str(tmp_path / "cache"))
+    size, kept = (16, 24), str(tmp_path / "cache")
+    shared = [(folder, size, 1.0, kept), (folder, size, 1e-6), (broken, size, 1.0, kept)]
+    (one, *_), (two, *_) = ranks = run_ranks(cache_all, 2, shared)
     np.testing.assert_array_equal(one, two)
     assert np.abs(one.astype(int) - np.concatenate([x.images for x in episodes])).max() <= 3
-    assert not list((tmp_path / "cache").iterdir())
-    assert run_ranks(cache, 1, folder, (8, 8), 1.0)[0].shape == (6, 2, 8, 8, 3)
-    for kind, words in run_ranks(cache, 2, folder, (16, 24), 1e-6):
+    for _, (kind, words), (broken_kind, broken_words) in ranks:
         assert kind is ConfigError and "data.cache_gib is 1e-06" in words
-    next(tmp_path.glob("set/videos/**/episode_000001.mp4")).write_bytes(b"")
-    for kind, words in run_ranks(cache, 2, folder, (16, 24), 1.0, str(tmp_path / "cache")):
-        assert kind is DatasetError and "episode_000001.mp4" in words
+        assert broken_kind is DatasetError and "episode_000001.mp4" in broken_words
     assert not list((tmp_path / "cache").iterdir())
-    for _, words in run_ranks(cache, 1, folder, (16, 24), 1.0, str(tmp_path / "nowhere")):
-        assert f"do not go to {tmp_path / 'nowhere'} (No such file or directory)" in words
+    alone = [(folder, (8, 8), 1.0), (folder, size, 1.0, str(tmp_path / "nowhere"))]
+    ((frames, (_, words)),) = run_ranks(cache_all, 1, alone)
+    assert frames.shape == (6, 2, 8, 8, 3)
+    assert f"do not go to {tmp_path / 'nowhere'} (No such file or directory)" in words

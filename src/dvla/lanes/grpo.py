@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from dvla.config import Algorithm
 from dvla.lanes.balance import deal_groups
 from dvla.lanes.batch_tally import BatchTally
+from dvla.lanes.critic import Critic, decisions_of, values_per_decision
 from dvla.lanes.evaluation_episodes import outcome_of
 from dvla.lanes.evaluation_tally import EvaluationTally
 from dvla.lanes.lane import Lane
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dvla.config import Config
+    from dvla.lanes.critic import Assessment
     from dvla.lanes.learner import Learner
     from dvla.lanes.meeting_points import MeetingPoints
     from dvla.planes.manifest import Manifest
@@ -52,6 +55,8 @@ class _Part:
     decisions: Tensor
     advantages: Tensor
     weights: Tensor
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
     prox_logprobs: Tensor | None = None
 
 
@@ -124,6 +129,8 @@ class GrpoLane(Lane):
         self._ordered: Counter[int] = Counter()  # by sampling rank: groups whose slots have not been freed
         self._held: list[Parcel] = []  # trained on, needed again by the batch's next epoch
         self._gaps: list[Tensor] = []
+        is_ppo = config.algo.name is Algorithm.ppo
+        self._critic = Critic(config, learner, slots, world.learners_pg) if is_ppo else None
         self._on_evaluation, self._evaluated_states = on_evaluation, evaluated_states
         self._num_own_episodes, self._owes_final_evaluation = num_own_episodes, owes_final_evaluation
         self._evaluation: EvaluationTally | None = None
@@ -169,6 +176,9 @@ class GrpoLane(Lane):
             waited += time.monotonic() - waiting
             if group is not None and index == 0:
                 frames = self._film(group)
+            if self._critic is not None:
+                self._value(self._critic, group)
+                continue
             group_parts = [] if group is None else self._cut(group, tally)
             rounds = self._agree(len(group_parts), stop=group is None)
             self._train(group_parts, rounds, tally, is_last_group=index == self._groups_per_batch - 1)
@@ -178,6 +188,12 @@ class GrpoLane(Lane):
             elif group is not None:
                 self._held.append(group)
         timings = {"time/wait_groups_s": waited, "time/publish_s": 0.0}
+        if self._critic is not None:
+            assessments, judged = self._critic.assess(self._held)
+            timings |= judged
+            for group, assessment in zip(self._held, assessments, strict=True):
+                parts += self._cut(group, tally, assessment)
+            self._train(parts, self._agree(len(parts), stop=False, may_stop=False), tally, is_last_group=True)
         metrics = self._finish_step()
         for _ in range(1, self._algo.update_epochs):
             self._train(parts, self._agree(len(parts), stop=False, may_stop=False), tally, is_last_group=True)
@@ -364,29 +380,51 @@ class GrpoLane(Lane):
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 
-    def _cut(self, group: Parcel, tally: BatchTally) -> list[_Part]:
-        """The decisions of a group, cut into micro-batches."""
+    def _value(self, critic: Critic, group: Parcel | None) -> None:
+        """Compute the values of a group and keep it until the batch is complete; without one, the run ends."""
+        looks = [] if group is None else critic.looks(group)
+        rounds = self._agree(len(looks), stop=group is None)
+        assert group is not None
+        with self.tracer.span("value", size=rounds):
+            critic.value(looks, rounds)
+        self._held.append(group)
+
+    def _cut(self, group: Parcel, tally: BatchTally, assessment: Assessment | None = None) -> list[_Part]:
+        """The decisions of a group, cut into micro-batches; without an assessment, its members judge each other."""
         members = torch.tensor(group.slots)
         lengths = self._slots.tensors["num_decisions"][members]
-        returns = episode_returns(self._slots.tensors["rewards"][members], lengths)
-        advantages = group_advantages(returns, normalize_by_std=self._algo.normalize_by_std)
         weights = decision_weights(
             lengths,
             length_normalization=self._algo.length_normalization,
             max_decisions=self._config.max_decisions,
         )
-        slots = members.repeat_interleave(lengths)
-        decisions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        columns = (slots, decisions, advantages.repeat_interleave(lengths), weights.repeat_interleave(lengths))
-        tally.add_trained(self.policy_version - self._slots.tensors["behavior_version"][slots, decisions], columns[2])
-        tally.add_agreement(advantages, self._slots.tensors["success"][members])
+        slots, decisions = decisions_of(members, lengths)
+        weights = weights.repeat_interleave(lengths)
+        if assessment is None:
+            returns = episode_returns(self._slots.tensors["rewards"][members], lengths)
+            of_members = group_advantages(returns, normalize_by_std=self._algo.normalize_by_std)
+            tally.add_agreement(of_members, self._slots.tensors["success"][members])
+            advantages = of_members.repeat_interleave(lengths)
+            columns: tuple[Tensor, ...] = (slots, decisions, advantages, weights)
+        else:
+            row = torch.arange(len(members)).repeat_interleave(lengths)
+            per_value = assessment.advantages[row, decisions]
+            advantages = per_value.mean(1)
+            columns = (
+                *(slots, decisions, per_value, weights),
+                *(assessment.values[row, decisions], assessment.returns[row, decisions]),
+            )
+        tally.add_trained(self.policy_version - self._slots.tensors["behavior_version"][slots, decisions], advantages)
         size = self._algo.micro_batch_size
         return [_Part(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
 
     def _padding(self) -> _Part:
         """A micro-batch without weight, for a rank that has fewer than the others."""
         zero = torch.zeros(1, dtype=torch.int64)
-        return _Part(zero, zero, torch.zeros(1), torch.zeros(1))
+        if self._critic is None:
+            return _Part(zero, zero, torch.zeros(1), torch.zeros(1))
+        none = torch.zeros(1, values_per_decision(self._config))
+        return _Part(zero, zero, none, torch.zeros(1), none, none)
 
     def _agree(self, num_parts: int, *, stop: bool, may_stop: bool = True) -> int:
         """The largest number of micro-batches any rank has; ends the run when any rank is to stop."""
@@ -415,6 +453,8 @@ class GrpoLane(Lane):
                 weights=part.weights.to(device),
                 action_mask=(steps[None, :] < executed[:, None]).to(device),
                 is_current=(versions == self.policy_version).to(device),
+                old_values=None if part.old_values is None else part.old_values.to(device),
+                returns=None if part.returns is None else part.returns.to(device),
             )
             with self.tracer.span("gradient", size=len(part.slots)):
                 logprobs, stats, gap = self._learner.accumulate(batch, is_last=is_last_group and index == rounds - 1)

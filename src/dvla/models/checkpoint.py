@@ -73,7 +73,8 @@ class Checkpoint:
 
     def load(self, policy: nn.Module, seed: int) -> None:
         """Fill the parameters of `policy`, plain or sharded, on its device; new ones are drawn from `seed`."""
-        parameters = dict(policy.named_parameters())
+        # A value head is the learner's own, and drawn by it.
+        parameters = {name: p for name, p in policy.named_parameters() if not name.startswith("value_head.")}
         old = {canonical_name(name): parameter for name, parameter in parameters.items() if not is_new(name)}
         load_parameters(old, self.weight_map, self.files)
         initialise_new(parameters, seed)

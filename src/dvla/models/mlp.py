@@ -81,12 +81,13 @@ class MLPPolicy(nn.Module):
             last.weight *= _LAST_LAYER_SCALE
             last.bias.zero_()
         self.net = nn.Sequential(*layers, last)
+        self.value_feature_size = width
         self.log_std = nn.Parameter(torch.full(shape, math.log(config.initial_std)))
 
     def act(self, obs: Observation, keys: Tensor, *, greedy: bool = False) -> Decision:
         """Sample one action chunk per observation, see `dvla.models.policy.Policy.act`."""
         with torch.no_grad():
-            mean, log_std = self._gaussian(obs)
+            mean, log_std = self._gaussian(self._hidden(obs))
             sample = mean if greedy else mean + log_std.exp() * normal(keys, *log_std.shape)
             return Decision(
                 actions=sample.clamp(-1, 1),
@@ -96,22 +97,34 @@ class MLPPolicy(nn.Module):
 
     def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of recorded samples, see `dvla.models.policy.Policy.forward`."""
-        mean, log_std = self._gaussian(obs)
+        return self.evaluate(obs, record)[:2]
+
+    def evaluate(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same and the last hidden layer, see `dvla.models.policy.Assessor.evaluate`."""
+        hidden = self._hidden(obs)
+        mean, log_std = self._gaussian(hidden)
         entropy = log_std + 0.5 * (1 + math.log(2 * math.pi))
         # A copy, because FSDP2 warns of modules that return views.
-        return _log_density(record["sample"], mean, log_std), entropy.expand_as(mean).clone()
+        return _log_density(record["sample"], mean, log_std), entropy.expand_as(mean).clone(), hidden
 
     def fsdp_units(self) -> list[nn.Module]:
         """None: the whole model is one small unit."""
         return []
 
-    def _gaussian(self, obs: Observation) -> tuple[Tensor, Tensor]:
-        """Mean (B, K, A) and log standard deviation (K, A), float32."""
+    def value_feature(self, obs: Observation) -> Tensor:
+        """The last hidden layer (B, F)."""
+        return self._hidden(obs)
+
+    def _hidden(self, obs: Observation) -> Tensor:
         features = obs.state.to(self.log_std.dtype)
         if self.num_tasks > 1:
             code = nn.functional.one_hot(obs.task, self.num_tasks).to(features.dtype)
             features = torch.cat((features, code), dim=-1)
-        mean = self.net(features).float().unflatten(-1, self.log_std.shape)
+        return self.net[:-1](features)
+
+    def _gaussian(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (B, K, A) and log standard deviation (K, A), float32, from the last hidden layer."""
+        mean = self.net[-1](hidden).float().unflatten(-1, self.log_std.shape)
         return mean, self.log_std.float() + 0.5 * math.log(self.temperature)
 
 

@@ -103,6 +103,7 @@ class OpenVLAOFT(nn.Module):
         self.action_dim = spec.action_dim
         self.num_tokens = num_action_chunks * spec.action_dim
         self.num_imitated_steps = num_action_chunks
+        self.value_feature_size = config.llm_hidden_size
         self.record_spec = {"tokens": RecordField((num_action_chunks, spec.action_dim), torch.uint8)}
 
         self.vision_backbone = FusedVisionBackbone(config)
@@ -259,10 +260,19 @@ class OpenVLAOFT(nn.Module):
 
     def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of recorded tokens, see `dvla.models.policy.Policy.forward`."""
-        logprobs = self._bin_logprobs(obs)
+        return self.evaluate(obs, record)[:2]
+
+    def evaluate(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same and the value feature, see `dvla.models.policy.Assessor.evaluate`."""
+        hidden = self.action_hidden_states(obs)
+        logprobs = self._logprobs_of(self._logits_of(hidden))
         tokens = record["tokens"].long().unsqueeze(-1)
-        # A sum over one element, not a squeeze: FSDP2 warns of modules that return views.
-        return logprobs.gather(-1, tokens).sum(-1), -(logprobs.exp() * logprobs).sum(-1)
+        # A sum over one element, not a squeeze, and a copy: FSDP2 warns of modules that return views.
+        return logprobs.gather(-1, tokens).sum(-1), -(logprobs.exp() * logprobs).sum(-1), hidden[:, 0].clone()
+
+    def value_feature(self, obs: Observation) -> Tensor:
+        """Last hidden state (B, llm_hidden_size) of the lone space, from which the first action element is read."""
+        return self.action_hidden_states(obs)[:, 0].clone()
 
     def fsdp_units(self) -> list[nn.Module]:
         """The large live blocks, and the head."""
@@ -277,7 +287,13 @@ class OpenVLAOFT(nn.Module):
 
     def freezable(self) -> dict[str, list[nn.Module]]:
         """Parts that ``model.freeze`` can name."""
-        return {"vision": [self.vision_backbone], "projector": [self.projector], "llm": [self.language_model]}
+        llm = self.language_model
+        return {
+            "vision": [self.vision_backbone],
+            "projector": [self.projector],
+            "llm": [llm],
+            "vocabulary": [llm.model.embed_tokens, llm.lm_head],
+        }
 
     def embed(self, obs: Observation) -> Tensor:
         """Input of the language model: (B, S, llm_hidden_size), in the weights' dtype."""
@@ -295,8 +311,11 @@ class OpenVLAOFT(nn.Module):
 
     def action_logits(self, obs: Observation) -> Tensor:
         """Logits (B, K·A, 256) float32 of the action bins, before temperature."""
+        return self._logits_of(self.action_hidden_states(obs))
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
         first = self.config.first_action_id
-        logits = self.language_model.lm_head(self.action_hidden_states(obs))
+        logits = self.language_model.lm_head(hidden)
         return at_least_float32(logits[..., first : first + NUM_BINS])
 
     def action_hidden_states(self, obs: Observation) -> Tensor:
@@ -318,7 +337,10 @@ class OpenVLAOFT(nn.Module):
 
     def _bin_logprobs(self, obs: Observation) -> Tensor:
         """Log-probabilities (B, K, A, 256) float32 of the action bins."""
-        logits = self.action_logits(obs) / self.temperature
+        return self._logprobs_of(self.action_logits(obs))
+
+    def _logprobs_of(self, logits: Tensor) -> Tensor:
+        logits = logits / self.temperature
         return logits.log_softmax(-1).view(-1, self.num_action_chunks, self.action_dim, NUM_BINS)
 
 

@@ -58,6 +58,8 @@ class Prefix:
     """(B, P) bool, True where there is a token; None when there is one everywhere."""
     num_tokens: Tensor
     """(B,) int64, tokens that are there."""
+    feature: Tensor
+    """(B, hidden_size): mean over these tokens of what enters the last layer, which computes keys and values only."""
 
     def repeated(self, times: int) -> Prefix:
         """The same for every row `times` in a row."""
@@ -65,6 +67,7 @@ class Prefix:
             [(key.repeat_interleave(times, 0), value.repeat_interleave(times, 0)) for key, value in self.layers],
             None if self.mask is None else self.mask.repeat_interleave(times, 0),
             self.num_tokens.repeat_interleave(times),
+            self.feature.repeat_interleave(times, 0),
         )
 
 
@@ -131,6 +134,7 @@ class Pi05(nn.Module):
         self.config, self.statistics = config, statistics
         self.num_action_chunks, self.env_action_dim = num_action_chunks, spec.action_dim
         self.num_imitated_steps = config.action_horizon
+        self.value_feature_size = config.hidden_size
         horizon = (config.action_horizon, config.action_dim)
         if config.sampler == "flow_sde":
             self.record_spec = {
@@ -285,6 +289,15 @@ class Pi05(nn.Module):
 
     def forward(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of recorded samples, see `dvla.models.policy.Policy.forward`."""
+        return self.evaluate(obs, record)[:2]
+
+    def value_feature(self, obs: Observation) -> Tensor:
+        """What the prefix has made of pictures and prompt, (B, hidden_size)."""
+        record = self._prompts_with_state(obs) if self.config.discrete_state_input else {}
+        return self.encode_observation(obs, record).feature
+
+    def evaluate(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same and the value feature, see `dvla.models.policy.Assessor.evaluate`."""
         num_steps = self.config.num_denoise_steps
         prefix = self.encode_observation(obs, record)
         if self.noise_head is None:
@@ -292,7 +305,7 @@ class Pi05(nn.Module):
             velocity = self.velocity(self.denoise(prefix, record["x_from"], time))
             mean, std = sde_step(record["x_from"], velocity, time, num_steps, self.config.noise_level)
             logprobs = self._executed(gaussian_logprob(record["x_to"], mean, std))
-            return logprobs.clone(), gaussian_entropy(std).expand_as(logprobs).clone()
+            return logprobs.clone(), gaussian_entropy(std).expand_as(logprobs).clone(), prefix.feature
         # The chain is known, so its transitions need not wait for each other: they are rows of one batch.
         chain = record["chain"]
         batch = chain.shape[0]
@@ -304,7 +317,7 @@ class Pi05(nn.Module):
         prior = gaussian_logprob(chain[:, 0], torch.zeros_like(chain[:, 0]), torch.ones_like(chain[:, 0]))
         logprobs = prior + transitions.unflatten(0, (batch, num_steps)).sum(1)
         entropy = gaussian_entropy(std).unflatten(0, (batch, num_steps)).mean(1)
-        return self._executed(logprobs).clone(), self._executed(entropy).clone()
+        return self._executed(logprobs).clone(), self._executed(entropy).clone(), prefix.feature
 
     def fsdp_units(self) -> list[nn.Module]:
         """The prefix in parts; the expert stays with the root, because every denoising step needs it."""
@@ -350,9 +363,14 @@ class Pi05(nn.Module):
         rotary = self.rotary(embedded, position_ids=positions)
         hidden, layers = embedded, []
         for index, layer in enumerate(self.prefix_layers):
+            before = hidden
             hidden, key_value = layer(hidden, rotary, key_mask, index < len(self.prefix_layers) - 1)
             layers.append(key_value)
-        return Prefix(layers, mask, num_tokens)
+        if mask is None:
+            feature = before.mean(1)
+        else:
+            feature = before.where(mask[..., None], 0).sum(1) / num_tokens[:, None].to(before.dtype)
+        return Prefix(layers, mask, num_tokens, feature)
 
     def embed(
         self, images: Tensor, image_mask: Tensor | None, ids: Tensor, token_mask: Tensor | None

@@ -72,6 +72,19 @@ class Policy(Protocol):
         """Submodules to shard as units of their own, in forward order; the rest goes to the root unit."""
 
 
+class Assessor(Policy, Protocol):
+    """A policy with a feature that a value head (`dvla.models.value_head`) can judge states by: what PPO needs."""
+
+    value_feature_size: int
+    """Elements F of the feature."""
+
+    def evaluate(self, obs: Observation, record: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies as of `forward`, and the feature (B, F) of the same pass, differentiable."""
+
+    def value_feature(self, obs: Observation) -> Tensor:
+        """The feature (B, F) alone; it depends on nothing but the observation."""
+
+
 class Imitator(Policy, Protocol):
     """A policy that can be trained by behaviour cloning, too (`dvla.cloning`)."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dvla.config import Precision, TaskSampling
+from dvla.config import Algorithm, Precision, TaskSampling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,7 +128,7 @@ def find_warnings(history: Sequence[Batch], config: Config, *, num_tasks: int) -
     """
     has_trend = num_tasks == 1 or config.algo.task_sampling is not TaskSampling.failure_rate
     found = [
-        _no_signal(history),
+        _no_signal(history, config),
         _too_few_signals(history, config),
         _logprob_gap(history, config),
         _disagreement(history, config),
@@ -156,7 +156,7 @@ def _is_solved(history: Sequence[Batch]) -> bool:
     return bool(success) and statistics.fmean(success) >= SOLVED
 
 
-def _no_signal(history: Sequence[Batch]) -> HealthWarning | None:
+def _no_signal(history: Sequence[Batch], config: Config) -> HealthWarning | None:
     if _least(history, "rollout/zero_signal_frac") < 1:
         return None
     if _least(history, "rollout/all_failed_frac") >= 1:
@@ -173,6 +173,8 @@ def _no_signal(history: Sequence[Batch]) -> HealthWarning | None:
             "end the run, take a harder env.task, or, of several tasks, play those that fail "
             "(algo.task_sampling=failure_rate)",
         )
+    if config.algo.name is Algorithm.ppo:
+        return None  # which compares no members of a group
     return HealthWarning(
         "no_group_has_signal",
         f"in every group of the last {SETTLED} batches all episodes were paid alike, so there is nothing to learn from",

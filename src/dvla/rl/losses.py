@@ -8,7 +8,9 @@ trained):
   arXiv 2505.24298). The trust region lies around the newest weights, so stale data do not eat it up.
 
 Both take the dual clip (arXiv 1912.09729), which bounds the loss at ``-c A`` where A < 0 and the ratio has
-run away.
+run away. Two regularisers may be added, each a mean over action elements: the entropy, as a bonus, and the
+divergence from a reference policy, as a penalty (k3: ``exp(d) - 1 - d`` with ``d = log pi_ref - log pi``,
+joschu.net/blog/kl-approx.html, as in GRPO, arXiv 2402.03300, eq. 4).
 
 A *term* is what one ratio is made of: an action element, a control step or a whole chunk. The loss is the sum
 over decisions of weight times the mean over the decision's terms. Nothing in it depends on the other
@@ -42,6 +44,10 @@ SUM_NAMES = (
     "kl_sum",
     "num_elements",
     "entropy_sum",
+    "num_referenced",
+    "reference_kl_sum",
+    "valued_weight_sum",
+    "value_loss_sum",
 )
 """Entries of `LossStats.sums`; they add up over micro-batches and ranks."""
 MAX_NAMES = ("ratio_max", "behavior_ratio_max")
@@ -65,6 +71,8 @@ class LossSettings:
     """Largest pi_p / pi_b of the decoupled objective, positive; None for no cap."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, in nats per action element."""
+    reference_kl_coef: float = 0.0
+    """Weight of the divergence from the reference, in nats per action element."""
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
@@ -107,12 +115,22 @@ class LossStats:
         self.sums += other.sums
         torch.maximum(self.maxima, other.maxima, out=self.maxima)
 
+    def note_value_loss(self, loss: Tensor, weights: Tensor) -> None:
+        """Add the value loss of the same decisions, a sum by their weights (B,)."""
+        for name, amount in (("value_loss_sum", loss.detach()), ("valued_weight_sum", weights.sum())):
+            self.sums[SUM_NAMES.index(name)] += amount
+
     def metrics(self) -> dict[str, float]:
         """Means by metric tag (``docs/metrics.md``); waits for the device: once per optimiser step."""
         total = dict(zip(SUM_NAMES, self.sums.tolist(), strict=True))
         largest = dict(zip(MAX_NAMES, self.maxima.tolist(), strict=True))
         terms = max(total["num_terms"], 1.0)
-        return {
+        measured = {}
+        if total["num_referenced"]:
+            measured["train/reference_kl"] = total["reference_kl_sum"] / total["num_referenced"]
+        if total["valued_weight_sum"]:
+            measured["train/value_loss"] = total["value_loss_sum"] / total["valued_weight_sum"]
+        return measured | {
             "train/loss": total["loss_sum"] / (total["weight_sum"] or 1.0),
             "train/kl": total["kl_sum"] / terms,
             "train/entropy": total["entropy_sum"] / max(total["num_elements"], 1.0),
@@ -138,6 +156,7 @@ def policy_loss(
     weights: Tensor,
     action_mask: Tensor,
     settings: LossSettings,
+    reference_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
     """Sum over B decisions of weight times loss.
 
@@ -151,10 +170,11 @@ def policy_loss(
             these, which is so for the first (and usually only) optimiser step on a batch. The clip objective
             does not look at them.
         entropy: (B, K, A) entropy of each element's distribution, nats.
-        advantages: (B,).
+        advantages: (B,), or (B, K) of each control step, which a ratio of a chunk cannot have.
         weights: (B,) non-negative; 0 marks padding.
         action_mask: (B, K) bool, control steps that were executed: an episode may end inside a chunk.
         settings: The objective.
+        reference_logprobs: (B, K, A), under the reference policy; None where there is none to stay close to.
 
     Returns:
         The loss, a scalar, and its statistics.
@@ -173,7 +193,9 @@ def policy_loss(
         behavior_ratio = _log_ratio(prox, behavior, executed, settings.logprob_type).exp()
         correction = behavior_ratio.clamp(max=settings.behavior_ratio_cap or torch.inf)
 
-    advantage = advantages.detach().to(ratio.dtype)[:, None]
+    advantage = advantages.detach().to(ratio.dtype).view(len(weights), -1)
+    if advantage.shape[1] > 1 and settings.logprob_type == "token":
+        advantage = advantage.repeat_interleave(logprobs.shape[2], 1)
     low, high = 1.0 - settings.clip_ratio_low, 1.0 + settings.clip_ratio_high
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     is_dual_clipped = torch.zeros_like(valid)
@@ -184,10 +206,14 @@ def policy_loss(
     per_decision = -_mean(correction * surrogate, valid)
     if settings.entropy_coef:
         per_decision = per_decision - settings.entropy_coef * _mean(entropy.flatten(1), executed.flatten(1))
+    reference_kl = torch.zeros_like(logprobs)
+    if reference_logprobs is not None:
+        reference_kl = _k3((reference_logprobs.detach() - logprobs).where(executed, 0.0))
+        per_decision = per_decision + settings.reference_kl_coef * _mean(reference_kl.flatten(1), executed.flatten(1))
     loss = (weights.detach().to(ratio.dtype) * per_decision).sum()
 
     with torch.no_grad():
-        kl = log_ratio_to_behavior.exp() - 1.0 - log_ratio_to_behavior  # k3 estimate of KL(pi_b, pi)
+        kl = _k3(log_ratio_to_behavior)  # of KL(pi_b, pi)
         sums = {
             "loss_sum": loss,
             "weight_sum": _total(weights),
@@ -201,6 +227,10 @@ def policy_loss(
             "kl_sum": _total(kl.where(valid, 0)),
             "num_elements": _total(executed),
             "entropy_sum": _total(entropy.where(executed, 0)),
+            "num_referenced": _total(executed if reference_logprobs is not None else torch.zeros_like(executed)),
+            "reference_kl_sum": _total(reference_kl),
+            "valued_weight_sum": torch.zeros_like(loss),
+            "value_loss_sum": torch.zeros_like(loss),
         }
         maxima = {"ratio_max": ratio.where(valid, 0), "behavior_ratio_max": behavior_ratio.where(valid, 0)}
         stats = LossStats(
@@ -224,6 +254,12 @@ def _log_ratio(new: Tensor, old: Tensor, executed: Tensor, logprob_type: Logprob
     else:
         log_ratio = difference.sum((1, 2))[:, None]
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """Schulman's estimate of KL(p, q) from samples of p, elementwise; `log_ratio` is log q - log p."""
+    log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return log_ratio.exp() - 1.0 - log_ratio
 
 
 def _term_mask(executed: Tensor, logprob_type: LogprobType) -> Tensor:

@@ -69,13 +69,14 @@ def open_run(
 
 
 def _policy_identity(config: Config) -> dict[str, Any]:
-    """What decides which weights a checkpoint holds, and where the frozen ones, which it does not hold, come from."""
+    """What decides which weights a checkpoint holds, and where those come from that it does not: frozen, or a reference."""
     model = to_plain(config)["model"]
     keys = ("name", "preset", "checkpoint", "freeze", "lora_rank", "lora_targets", "num_action_chunks", "options")
     identity = {f"model.{key}": model[key] for key in keys}
-    if model["checkpoint"] is None and (model["freeze"] or model["lora_rank"]):
+    if config.algo.reference_kl_coef or (model["checkpoint"] is None and (model["freeze"] or model["lora_rank"])):
         identity["seed"] = config.seed
-    return identity
+    algo = to_plain(config)["algo"]
+    return identity | {f"algo.{key}": algo[key] for key in ("name", "value_type")}
 
 
 def require_same_policy(config: Config, folder: Path) -> None:
