@@ -72,7 +72,9 @@ def machine() -> dict:
 def store(name: str, rows: list[dict], command: str | None = None) -> None:
     """Print rows as JSON lines and keep them, with the machine and the command in perf/, as results/NAME.json."""
     for row in rows:
-        sys.stdout.write(json.dumps({key: value for key, value in row.items() if key not in ("metrics", "curve")}) + "\n")
+        sys.stdout.write(
+            json.dumps({key: value for key, value in row.items() if key not in ("metrics", "curve")}) + "\n"
+        )
     RESULTS.mkdir(exist_ok=True)
     content = {"machine": machine(), "command": f"python perf/{command or f'{name}.py'}", "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
