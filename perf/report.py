@@ -102,6 +102,19 @@ def main() -> None:
     )
     text += section("Serial against overlapped", "schedules", {"name": "name", "value": "median", "unit": "unit"})
     text += section(
+        "Staleness: reach, mean of three seeds; `±` is half of a 95 % interval (curves: docs/learning.md)",
+        "staleness_reach",
+        {
+            "schedule": "schedule",
+            "objective": "objective",
+            "success_last": "success, last 20 %",
+            "half_width": "±",
+            "staleness_mean": "staleness mean",
+            "staleness_max": "staleness max",
+            "wall_s": "training s",
+        },
+    )
+    text += section(
         "The sampler beside others' vector environments, its round trip and its overhead",
         "bench_sampler",
         {"name": "name", "value": "value", "unit": "unit"},

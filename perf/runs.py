@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -69,12 +70,19 @@ def machine() -> dict:
     }
 
 
-def store(name: str, rows: list[dict], command: str | None = None) -> None:
-    """Print rows as JSON lines and keep them, with the machine and the command in perf/, as results/NAME.json."""
+def store(name: str, rows: list[dict], *, command: str | None = None, runs: Sequence[dict] = ()) -> None:
+    """Print rows as JSON lines and keep them as results/NAME.json.
+
+    Args:
+        name: Of the script and of the file.
+        rows: For tables.
+        command: In perf/, if it is more than the script's name.
+        runs: What the rows were computed from, kept beside them.
+    """
     for row in rows:
-        sys.stdout.write(
-            json.dumps({key: value for key, value in row.items() if key not in ("metrics", "curve")}) + "\n"
-        )
+        sys.stdout.write(json.dumps({key: value for key, value in row.items() if key != "metrics"}) + "\n")
     RESULTS.mkdir(exist_ok=True)
     content = {"machine": machine(), "command": f"python perf/{command or f'{name}.py'}", "rows": rows}
+    if runs:
+        content["runs"] = list(runs)
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -64,7 +64,8 @@ def draw(experiment: str, runs: list[dict]) -> None:
             )
             panel.plot(x, y, label=schedule, color="black" if schedule == "serial" else None, linewidth=1.2)
         panel.set(title=objective, xlabel="environment steps")
-    panels[0].set_ylabel(f"success of sampled episodes, {experiment}, mean of {SEEDS} seeds")
+    figure.suptitle(f"{experiment}, mean of {SEEDS} seeds")
+    panels[0].set_ylabel("success of sampled episodes")
     panels[0].legend(fontsize="small")
     figure.savefig(REPOSITORY / "docs" / f"staleness_{experiment}.svg", metadata={"Date": None})
 
@@ -82,7 +83,8 @@ def main() -> None:
                 | {"curve": {tag: [round(line[tag], 4) for line in run["metrics"]] for tag in CURVE}}
             )
             # After every run: nothing is lost when it is ended early.
-            store(f"staleness_{experiment}", means(runs) + runs, command=" ".join(["staleness.py", *sys.argv[1:]]))
+            command = " ".join(["staleness.py", *sys.argv[1:]])
+            store(f"staleness_{experiment}", means(runs), command=command, runs=runs)
     draw(experiment, runs)
 
 
