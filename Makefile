@@ -31,8 +31,8 @@ setup: ## install what is missing: system libraries (if root) and .venv
 	@launch/setup.sh
 
 .PHONY: train
-train: setup ## train the quickstart on NPROC=2 ranks; ARGS='key=value …' overrides
-	@set -x; export NPROC=$(NPROC); exec launch/one_node.sh experiment=quickstart run.name=quickstart $(ARGS)
+train: setup ## demonstrations, clone, GRPO: PushCube from pictures on NPROC=2 ranks; ARGS='key=value …' overrides of GRPO
+	@set -x; export NPROC=$(NPROC); exec launch/recipe.sh pushcube_oft $(ARGS)
 
 # Two runs of pytest: tests beside each other, then those that must have the machine alone. The second follows whatever
 # became of the first, unless that was interrupted (2); that one of them has nothing to do (5) is no failure.

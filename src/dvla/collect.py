@@ -73,6 +73,9 @@ class CollectConfig:
     action_noise: float = 0.0
     """Standard deviation of noise on the executed actions (not on the gripper's). Recorded is what the expert would do
     without, so that the dataset shows recoveries (DART)."""
+    pace: tuple[float, float] = (1.0, 1.0)
+    """Share of the expert's speed, and of the noise, at which a demonstration is played: drawn for each between these two.
+    People take their time, too; raise env.max_episode_steps for slow ones."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -83,6 +86,8 @@ class CollectConfig:
             raise ConfigError("seed must lie between 0 and 2^32 - 1")
         if self.action_noise < 0:
             raise ConfigError("action_noise must be at least 0")
+        if not 0 < self.pace[0] <= self.pace[1] <= 1:
+            raise ConfigError("pace must be two numbers above 0 and at most 1, the lower first")
 
 
 class CollectError(RuntimeError):
@@ -139,6 +144,7 @@ def collect(config: CollectConfig, stop: StopRequest) -> tuple[int, int]:
         arguments=arguments,
         terminate_on_success=config.env.terminate_on_success,
         action_noise=config.action_noise,
+        pace=config.pace,
         videos=config.images is Images.video,
         staging=staging.resolve(),
     )
@@ -204,13 +210,13 @@ class _Recording:
         if self._failed >= _HOPELESS and self._failed > 9 * self._done:
             raise CollectError(
                 f"the expert failed in {self._failed} of {self._done + self._failed} episodes: raise "
-                f"env.max_episode_steps={self._config.env.max_episode_steps}, or lower action_noise"
+                f"env.max_episode_steps={self._config.env.max_episode_steps}, lower action_noise, or raise pace"
             )
 
     def _begin(self, played: Played) -> LeRobotWriter:
         config = self._config
         source: dict[str, Any] = {"env": config.env.name, "arguments": self._order.arguments, "seed": config.seed}
-        source["action_noise"] = config.action_noise
+        source |= {"action_noise": config.action_noise, "pace": list(config.pace)}
         write_atomically(self._out / "meta/source.json", [json.dumps(source, indent=4)])
         return LeRobotWriter(self._out, played.layout, task=played.task, robot=played.robot)
 

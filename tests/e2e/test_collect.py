@@ -75,7 +75,7 @@ def wait_for_episode(process, folder):
 
 
 def test_the_dataset_is_the_same_with_more_workers_and_plays_back_exactly(tmp_path):
-    options = ("num_episodes=3", "action_noise=0.2")
+    options = ("num_episodes=3", "action_noise=0.2", "pace=[0.5,0.9]")
     one, two = (tmp_path / name for name in ("a", "b"))
     for folder, workers in ((one, 1), (two, 2)):
         code, output = finish(start(folder, *options, f"num_workers={workers}"))
@@ -98,13 +98,15 @@ def test_the_dataset_is_the_same_with_more_workers_and_plays_back_exactly(tmp_pa
     for number, episode in enumerate(lines(one, "episodes")):
         table = pq.read_table(one / f"data/chunk-000/episode_{number:06d}.parquet").to_pydict()
         noise = np.random.default_rng(episode["seed"])
+        pace = np.random.default_rng((episode["seed"], 1)).uniform(0.5, 0.9)
+        assert np.abs(np.array(table["action"])[:, :3]).max() == pytest.approx(0.6 * pace), "the expert's speed is 0.6"
         env.reset(0, episode["seed"])
         success = False
         for row, action in enumerate(np.array(table["action"], np.float32)):
             env.observe(images, state)
             np.testing.assert_array_equal(state, np.array(table["observation.state"][row], np.float32))
             executed = action.copy()
-            executed[:-1] += 0.2 * noise.standard_normal(3)
+            executed[:-1] += 0.2 * pace * noise.standard_normal(3)
             success = env.step(executed.clip(-1, 1)).success
             assert success == table["next.success"][row] == table["next.done"][row]
         assert success
@@ -156,6 +158,9 @@ def test_a_simulator_that_cannot_start_leaves_nothing(tmp_path):
         (["num_episodes=0"], ["num_episodes must be at least 1"]),
         (["num_workers=0"], ["num_workers"]),
         (["action_noise=-1"], ["action_noise"]),
+        (["pace=[0,1]"], ["pace must be"]),
+        (["pace=[0.9,0.8]"], ["pace must be"]),
+        (["pace=[0.5]"], ["pace"]),
         (["seed=-1"], ["seed"]),
     ],
     ids=lambda value: value[0] if "=" in value[0] else "",

@@ -14,8 +14,13 @@ pytestmark = pytest.mark.e2e
 def test_openvla_oft_trains_in_maniskill_from_pictures(tmp_path):
     run = train(
         tmp_path,
-        "experiment=quickstart",
+        "experiment=pushcube_oft",
         "run.name=test",
+        "run.eval_every=null",
+        "env.reward_mode=dense",
+        "env.max_episode_steps=24",
+        "model.checkpoint=null",
+        "model.freeze=[]",
         "algo.group_size=2",
         "algo.groups_per_step=4",
         "algo.num_steps=3",

@@ -4,17 +4,31 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from dvla.config import AlgoConfig, Config, ConfigError, RuntimeConfig, config_hash, load, register, to_plain
+from dvla.collect import CollectConfig
+from dvla.config import (
+    AlgoConfig,
+    Config,
+    ConfigError,
+    RuntimeConfig,
+    SftConfig,
+    config_hash,
+    load,
+    load_as,
+    register,
+    to_plain,
+)
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
-def composed(*overrides):
+def composed(*overrides, command="train"):
     register()
+    ConfigStore.instance().store(name="collect_config", node=CollectConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", list(overrides))
+        return compose(command, list(overrides))
 
 
 def test_importing_the_config_imports_no_torch():
@@ -25,11 +39,42 @@ def test_importing_the_config_imports_no_torch():
 PPO = {"name": "ppo", "group_size": 1, "filter_zero_signal": False}
 
 
+OTHER_COMMANDS = {"cloning": ("sft", SftConfig), "demonstrations": ("collect", CollectConfig)}
+"""Groups of files that are not for training: of which command, and what it takes."""
+
+
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_config_file_composes_and_is_valid(path):
+    group = path.parent.name
+    if group in OTHER_COMMANDS:
+        command, schema = OTHER_COMMANDS[group]
+        given = ["out=x"] if command == "collect" else []
+        assert load_as(schema, composed(f"{group}={path.stem}", *given, command=command))
+        return
     given = [f"placement.{role}=[0]" for role in ("sampling", "inference", "training") if path.stem == "custom"]
-    config = load(composed(f"{path.parent.name}={path.stem}", *given))
+    config = load(composed(f"{group}={path.stem}", *given))
     config.slots_per_sampler(2, 2)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("cloning/*.yaml")), ids=lambda path: path.stem)
+def test_the_parts_of_a_recipe_fit_each_other(path):
+    """What launch/recipe.sh names by convention is there, and clone and training mean the same policy and task."""
+    task = path.stem.partition("_")[0]
+    shown = load_as(CollectConfig, composed(f"demonstrations={task}", "out=x", command="collect"))
+    cloned = load_as(SftConfig, composed(f"cloning={path.stem}", command="sft"))
+    trained = load(composed(f"experiment={path.stem}"))
+    assert (trained.env.name, trained.env.task) == (shown.env.name, shown.env.task)
+    assert trained.env.reward_mode.name == "sparse"
+    assert (trained.env.image_size, trained.env.cameras) == (shown.env.image_size, shown.env.cameras)
+    assert (trained.model.name, trained.model.preset) == (cloned.model.name, cloned.model.preset)
+    assert trained.model.num_action_chunks == cloned.model.num_action_chunks
+    assert cloned.data.paths == [f"datasets/{task}"]
+    assert cloned.run.name == f"{path.stem}_sft"
+    assert trained.run.name == path.stem
+    assert trained.model.checkpoint == f"runs/{path.stem}_sft/policy"
+    assert trained.run.eval_every == trained.algo.num_steps, "success before and after"
+    assert trained.evaluation.episodes_per_task == 150
+    assert trained.evaluation.videos_per_task > 0
 
 
 @pytest.mark.parametrize(

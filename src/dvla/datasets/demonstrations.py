@@ -22,6 +22,7 @@ class Order:
     """Of `dvla.envs.maniskill.ManiSkillEnv`."""
     terminate_on_success: bool
     action_noise: float
+    pace: tuple[float, float]
     videos: bool
     staging: Path
     """Folder for finished episodes, each in a folder named by its seed."""
@@ -58,10 +59,11 @@ def play_seed(order: Order, seed: int) -> Played:
         action_names=ACTION_NAMES[order.arguments["control_mode"]],
     )
     env.reset(0, seed)
+    pace = np.random.default_rng((seed, 1)).uniform(*order.pace)
     episode = demonstrate(
         env,
-        play(order.arguments["task"], simulator),
-        noise=order.action_noise,
+        play(order.arguments["task"], simulator, pace),
+        noise=order.action_noise * pace,
         rng=np.random.default_rng(seed),
         terminate_on_success=order.terminate_on_success,
     )

@@ -32,8 +32,9 @@ Actions: TypeAlias = Iterator[np.ndarray]
 class Arm:
     """The Panda in words of places: turns where its tool centre point ought to be into actions."""
 
-    def __init__(self, simulator: Any) -> None:
+    def __init__(self, simulator: Any, pace: float = 1.0) -> None:
         self.simulator = simulator
+        self._pace = pace
         self.gripper = _OPEN
         self._turns = simulator.single_action_space.shape[0] == 7
         root = simulator.agent.robot.pose
@@ -53,17 +54,17 @@ class Arm:
         return self.to_base * _rotation(self.simulator.agent.tcp)
 
     def toward(self, place: np.ndarray, speed: float) -> np.ndarray:
-        """One action in the direction of `place` (3,); no element exceeds `speed`."""
+        """One action in the direction of `place` (3,); no element exceeds `speed` times the arm's pace."""
         move = self.to_base.apply(place - self.place) / _REACH
-        move *= min(1.0, speed / max(1e-9, np.abs(move).max()))
+        move *= min(1.0, speed * self._pace / max(1e-9, np.abs(move).max()))
         # The controller takes rotations with the opposite sign (it scales them by its lower limit).
         turn = -(self.facing * self.rotation.inv()).as_rotvec() / _REACH if self._turns else np.zeros(0)
         turn *= min(1.0, 1.0 / max(1e-9, float(np.linalg.norm(turn))))
         return np.concatenate([move, turn, [self.gripper]]).astype(np.float32)
 
     def go(self, where: Callable[[], Any], *, speed: float = 0.6, within: float = 0.01, steps: int = 40) -> Actions:
-        """Move to a place that may move itself, until the tool is `within` so many metres, or for so many steps."""
-        for _ in range(steps):
+        """Move to a place that may move itself, until `within` so many metres of it, or for so many steps at pace 1."""
+        for _ in range(round(steps / self._pace)):
             place = np.asarray(where(), dtype=float)
             if np.linalg.norm(place - self.place) < within:
                 return
@@ -189,14 +190,15 @@ MUST_TURN = frozenset({"PullCubeTool-v1"})
 """Tasks whose expert has to turn the hand, so that it plays in pd_ee_delta_pose only."""
 
 
-def play(task: str, simulator: Any) -> Actions:
+def play(task: str, simulator: Any, pace: float = 1.0) -> Actions:
     """The expert's actions, (4,) or (7,) float32 in [-1, 1], each for the state that `simulator` is in; without end.
 
     Args:
         task: A key of `EXPERTS`.
         simulator: The task's ``mani_skill.envs.sapien_env.BaseEnv``, just reset, in a control mode of `ACTION_NAMES`.
+        pace: Share of the usual speed, above 0.
     """
-    arm = Arm(simulator)
+    arm = Arm(simulator, pace)
     yield from EXPERTS[task](arm)
     while True:
         yield from arm.stay(1)

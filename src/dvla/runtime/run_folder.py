@@ -35,7 +35,7 @@ def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
                     f"run.clean=true: {folder} does not look like a run (no config.yaml), not removing it"
                 )
             for entry in folder.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         if any(folder.iterdir()) and not resuming and not _is_failed_start(folder):
             raise ConfigError(
                 f"run folder {folder} is not empty: give another run.name, replace it with run.clean=true, or go on "
@@ -51,7 +51,7 @@ def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
         (folder / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the run folder {folder} ({error.strerror}): set run.root to a folder on a disk that can "
+            f"cannot write to the run folder {folder} ({error.strerror or error}): set run.root to a folder on a disk that can "
             "be written"
         ) from error
     return attempt_logs
