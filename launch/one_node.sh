@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on this machine.
 #
-# Usage: launch/one_node.sh experiment=quickstart [key=value …]
+# Usage: launch/one_node.sh experiment=reach [key=value …]
 #   NPROC         ranks: one per GPU, or a few that share the CPU (default 2)
 #   MAX_RESTARTS  how often to start all ranks again after one died; they resume from the last checkpoint (default 0)
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on several machines: start the same line, with the same overrides, on each, in any order.
 #
-# Usage: HEAD=node1 NNODES=2 launch/several_nodes.sh experiment=quickstart run.root=/shared/runs [key=value …]
+# Usage: HEAD=node1 NNODES=2 launch/several_nodes.sh experiment=reach run.root=/shared/runs [key=value …]
 #   HEAD          name or address of one of the machines, as all of them can reach it
 #   NNODES        how many machines
 #   PORT          a free TCP port on HEAD, where they meet (default 29400)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from matplotlib import pyplot as plt
 from runs import REPOSITORY, RESULTS, store
 
 CURVE = (
@@ -33,6 +34,8 @@ KEYS = (
 )
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """97.5 % quantiles by the number of values."""
+SMOOTHED = 10
+"""Batches that a drawn line averages."""
 
 
 def learn(recipe: str, seed: int) -> dict:
@@ -64,7 +67,7 @@ def learn(recipe: str, seed: int) -> dict:
 
 def means(runs: list[dict]) -> list[dict]:
     """One row a recipe: mean and half interval over its seeds, and the worst."""
-    rows = []
+    rows: list[dict] = []
     for name in sorted({run["name"] for run in runs}):
         own = [run for run in runs if run["name"] == name]
         row = {"name": name, "seeds": len(own), "total_s": max(run["total_s"] for run in own)}
@@ -78,6 +81,26 @@ def means(runs: list[dict]) -> list[dict]:
     return rows
 
 
+def draw(runs: list[dict]) -> None:
+    """A panel a recipe, a colour a seed: success of sampled episodes, and of the evaluations, against environment steps."""
+    recipes = sorted({run["name"] for run in runs})
+    figure, panels = plt.subplots(
+        1, len(recipes), figsize=(5 * len(recipes), 4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, recipe in zip(panels[0], recipes, strict=True):
+        for run in (run for run in runs if run["name"] == recipe):
+            steps, success = run["curve"]["env_steps"], run["curve"]["rollout/success_rate"]
+            smooth = [statistics.fmean(success[max(0, n - SMOOTHED + 1) : n + 1]) for n in range(len(success))]
+            (line,) = panel.plot(steps, smooth, linewidth=1.2, label=f"seed {run['seed']}")
+            by_version = dict(zip(run["curve"]["policy_version"], steps, strict=True)) | {0: 0}
+            rounds = {by_version[int(version)]: rate for version, rate in run["evaluations"].items()}
+            panel.plot(*zip(*sorted(rounds.items()), strict=True), "o--", color=line.get_color(), linewidth=0.6)
+        panel.set(title=recipe, xlabel="environment steps", ylim=(0, 1))
+        panel.legend(fontsize="small", loc="lower right")
+    panels[0][0].set_ylabel(f"success: lines sampled (last {SMOOTHED} batches), dots evaluated")
+    figure.savefig(REPOSITORY / "docs/learning.svg", metadata={"Date": None})
+
+
 def main() -> None:
     """Measure and store."""
     recipe, seeds = sys.argv[1], [int(seed) for seed in sys.argv[2:]] or [0, 1, 2]
@@ -86,9 +109,9 @@ def main() -> None:
     for seed in seeds:
         runs = [run for run in runs if (run["name"], run["seed"]) != (recipe, seed)] + [learn(recipe, seed)]
         runs.sort(key=lambda run: (run["name"], run["seed"]))
-        store(
-            "learning", means(runs), command="learning.py RECIPE", runs=runs
-        )  # every time: nothing is lost if ended early
+        # Every time: nothing is lost when it is ended early.
+        store("learning", means(runs), command="learning.py RECIPE", runs=runs)
+        draw(runs)
 
 
 if __name__ == "__main__":

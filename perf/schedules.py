@@ -7,7 +7,11 @@ import statistics
 from runs import store, train
 
 REPEATS = 3
-SETTINGS = ("experiment=quickstart", "algo.num_steps=8")
+SETTINGS = (
+    "env=maniskill", "env.reward_mode=dense", "env.terminate_on_success=false", "env.max_episode_steps=24",
+    "render.meshes=light", "model=openvla_oft_nano", "++model.options.use_proprio=true", "runtime.num_envs=16",
+    "runtime.max_batch=8", "runtime.max_wait_s=0.1", "algo.num_steps=8",
+)  # fmt: skip
 SCHEDULES = {
     "serial": ("runtime.schedule=serial", "algo.max_staleness=0"),
     "overlapped": ("runtime.schedule=overlapped",),

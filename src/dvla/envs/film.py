@@ -16,6 +16,10 @@ FRAMES_PER_SECOND = 20
 """Control frequency of both simulators: the video runs at the robot's own pace."""
 
 
+MIN_HEIGHT = 240
+"""Pixels: smaller pictures are enlarged by the next whole factor, so that a player shows more than a stamp."""
+
+
 class EpisodeFilm:
     """All cameras side by side, one frame per control step.
 
@@ -32,12 +36,15 @@ class EpisodeFilm:
         self._state = np.empty(spec.state_dim, np.float32)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._running = path.with_name(path.name + ".mp4")
-        self._video = VideoWriter(self._running, height, width * len(spec.cameras), FRAMES_PER_SECOND)
+        self._enlarged = -(-MIN_HEIGHT // height)
+        size = (height * self._enlarged, width * len(spec.cameras) * self._enlarged)
+        self._video = VideoWriter(self._running, *size, FRAMES_PER_SECOND)
 
     def add(self) -> None:
         """Render and append the present state."""
         self._env.observe(self._images, self._state)
-        self._video.add(np.concatenate(list(self._images), axis=1))
+        frame = np.concatenate(list(self._images), axis=1)
+        self._video.add(frame.repeat(self._enlarged, axis=0).repeat(self._enlarged, axis=1))
 
     def close(self, ending: str) -> None:
         """Complete the file as ``<path>_<ending>.mp4``."""

@@ -51,8 +51,8 @@ def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
         (folder / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the run folder {folder} ({error.strerror or error}): set run.root to a folder on a disk that can "
-            "be written"
+            f"cannot write to the run folder {folder} ({error.strerror or error}): set run.root to a folder on a disk "
+            "that can be written"
         ) from error
     return attempt_logs
 
