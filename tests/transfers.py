@@ -7,7 +7,7 @@ import numpy as np
 from dvla.envs.protocol import EnvSpec
 from dvla.planes.slots import layout_bytes, slot_arrays, slot_layout
 
-PER_EPISODE = ("ticket", "task", "num_decisions", "success", "truncated", "initial_state", "beat")
+PER_EPISODE = ("ticket", "task", "num_decisions", "success", "initial_state", "beat")
 
 
 def layout(num_slots, *, has_cameras=True):

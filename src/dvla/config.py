@@ -574,12 +574,6 @@ class Config:
             f"(env.max_episode_steps={self.env.max_episode_steps})",
         )
         _require(
-            self.algo.name is Algorithm.grpo or self.env.max_episode_steps % self.model.num_action_chunks == 0,
-            f"algo.name=ppo values the observation at which the time runs out, which must end a chunk: "
-            f"env.max_episode_steps={self.env.max_episode_steps} must be a multiple of "
-            f"model.num_action_chunks={self.model.num_action_chunks}",
-        )
-        _require(
             self.algo.max_staleness == 0 or self.runtime.schedule is Schedule.overlapped,
             "runtime.schedule=serial is on-policy: set algo.max_staleness=0",
         )

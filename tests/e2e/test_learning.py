@@ -18,6 +18,14 @@ def test_reach_from_scratch_is_learnt_on_every_seed(tmp_path, seed):
     assert {warning["name"] for warning in run.summary["warnings"]} <= {"all_groups_succeeded"}, "a false alarm"
 
 
+def test_ppo_learns_reach_from_scratch_too(tmp_path):
+    """It did not while an episode whose time ran out was taken to be worth its last observation's value."""
+    run = train(tmp_path, "experiment=reach_ppo", "run.name=test")
+    assert run.code == 0, run.output
+    assert run.summary["success_last"] >= 0.9
+    assert run.metrics[0]["rollout/success_rate"] < 0.4
+
+
 def test_shuffled_rewards_teach_nothing(tmp_path):
     run = train(tmp_path, "experiment=reach", "run.name=test", "env.name=shuffled_reach:ShuffledReach")
     assert run.code == 0, run.output

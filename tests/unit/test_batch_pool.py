@@ -22,10 +22,8 @@ NUM_ENVS, NUM_SLOTS = 8, 12
 
 
 def layout(spec, num_slots=NUM_SLOTS):
-    record, keeps_end = {"tokens": ((2,), "int64")}, spec.max_episode_steps % K == 0
-    return slot_layout(
-        spec, num_slots=num_slots, max_decisions=T, num_action_chunks=K, keeps_end=keeps_end, record=record
-    )
+    record = {"tokens": ((2,), "int64")}
+    return slot_layout(spec, num_slots=num_slots, max_decisions=T, num_action_chunks=K, record=record)
 
 
 def decide(slots, slot, decision):
@@ -42,12 +40,9 @@ def what_is_left(slots, slot):
     """All that the learner will read of an episode."""
     num = int(slots["num_decisions"][slot])
     per_decision = ("images", "state", "actions", "executed_steps", "rewards", "step_rewards")
-    whole = ("ticket", "task", "num_decisions", "success", "initial_state", "truncated")
-    has_end = slots["truncated"][slot] and num < slots["state"].shape[1]
-    end = [slots[name][slot, num].tobytes() for name in ("images", "state") if has_end]
+    whole = ("ticket", "task", "num_decisions", "success", "initial_state")
     return [slots[name][slot, :num].tobytes() for name in per_decision] + [
-        *(slots[name][slot].tobytes() for name in whole),
-        *end,
+        slots[name][slot].tobytes() for name in whole
     ]
 
 
@@ -71,8 +66,8 @@ def start(env, terminate_on_success=True, num_slots=NUM_SLOTS):
     return pool, {name: tensor.numpy() for name, tensor in slots.items()}
 
 
-def reach(num_envs=NUM_ENVS, max_episode_steps=MAX_STEPS, **options):
-    return BatchReach(num_envs, "cpu", max_episode_steps=max_episode_steps, image_size=(8, 8), num_tasks=2, **options)
+def reach(num_envs=NUM_ENVS, **options):
+    return BatchReach(num_envs, "cpu", max_episode_steps=MAX_STEPS, image_size=(8, 8), num_tasks=2, **options)
 
 
 def answers(pool):
@@ -128,23 +123,6 @@ def test_every_episode_is_the_one_a_worker_plays(terminate_on_success, wall):
     successes = sum(kept[9] == b"\1" for kept in done.values())
     assert len(executed) > 1 or not (wall or terminate_on_success)  # chunks ended at several places
     assert 5 < successes < 43
-
-
-def test_the_last_observation_is_kept_where_only_the_time_ran_out():
-    pool, slots = start(reach(max_episode_steps=T * K), True)
-
-    def act(record):
-        decide(slots, record.slot, record.decision)
-        pool.act([(record.env, record.slot, record.decision, 0)])
-
-    done = run_all(pool, slots, range(24), act)
-    one = WalledReach(wall=False, max_episode_steps=T * K, image_size=(8, 8), num_tasks=2)
-    for ticket in range(24):
-        assert done[ticket] == played_alone(one, ticket, seed_of(ticket), ticket // 4 % 2, True), ticket
-        is_success, is_truncated = done[ticket][9] == b"\1", done[ticket][11] == b"\1"
-        assert is_truncated != is_success
-        assert len(done[ticket]) == 12 + 2 * is_truncated
-    assert 0 < sum(kept[11] == b"\1" for kept in done.values()) < 24
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 8])

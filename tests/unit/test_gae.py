@@ -10,9 +10,9 @@ from dvla.rl.value_loss import value_loss
 
 
 def test_two_steps_by_hand():
-    """d_1 = 1 + 0.5 * 4 - 1 = 2, d_0 = 0 + 0.5 * 1 - 2 = -1.5, A_0 = -1.5 + 0.5 * 0.5 * 2 = -1."""
+    """d_1 = 3 - 1 = 2, d_0 = 0 + 0.5 * 1 - 2 = -1.5, A_0 = -1.5 + 0.5 * 0.5 * 2 = -1."""
     advantages, returns = generalized_advantages(
-        torch.tensor([[0.0, 1.0, 99.0]]), torch.tensor([[2.0, 1.0, math.nan]]), bootstrap=torch.tensor([4.0]),
+        torch.tensor([[0.0, 3.0, 99.0]]), torch.tensor([[2.0, 1.0, math.nan]]),
         lengths=torch.tensor([2]), gamma=0.5, gae_lambda=0.5,
     )  # fmt: skip
     assert advantages.tolist() == [[-1.0, 2.0, 0.0]]
@@ -23,19 +23,17 @@ def test_two_steps_by_hand():
 def test_is_the_weighted_sum_of_all_later_errors(gamma, gae_lambda):
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 6, 9, generator=generator).unbind(0)
-    lengths, bootstrap = torch.tensor([1, 9, 4, 6, 2, 9]), torch.tensor([0.0, 1.5, 0.0, -2.0, 3.0, 0.0])
-    advantages, returns = generalized_advantages(
-        rewards, values, bootstrap=bootstrap, lengths=lengths, gamma=gamma, gae_lambda=gae_lambda
-    )
+    lengths = torch.tensor([1, 9, 4, 6, 2, 9])
+    advantages, returns = generalized_advantages(rewards, values, lengths=lengths, gamma=gamma, gae_lambda=gae_lambda)
     for episode, length in enumerate(lengths.tolist()):
-        r, v = rewards[episode].tolist(), [*values[episode].tolist()[:length], float(bootstrap[episode])]
+        r, v = rewards[episode].tolist(), [*values[episode].tolist()[:length], 0.0]
         errors = [r[t] + gamma * v[t + 1] - v[t] for t in range(length)]
         for t in range(length):
             wanted = sum((gamma * gae_lambda) ** (k - t) * errors[k] for k in range(t, length))
             assert advantages[episode, t].item() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
             assert returns[episode, t].item() == pytest.approx(wanted + v[t], rel=1e-5, abs=1e-6)
-            if gae_lambda == 1.0:  # the return itself, and what the rest is worth
-                rest = sum(gamma ** (k - t) * r[k] for k in range(t, length)) + gamma ** (length - t) * v[length]
+            if gae_lambda == 1.0:  # the return itself
+                rest = sum(gamma ** (k - t) * r[k] for k in range(t, length))
                 assert returns[episode, t].item() == pytest.approx(rest, rel=1e-5, abs=1e-5)
         assert not advantages[episode, length:].any()
 

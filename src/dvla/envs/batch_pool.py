@@ -90,7 +90,6 @@ class BatchPool:
         self.workers = [Bell()]
         self._slots: dict[str, Tensor] = {}
         self._orders: list[Record] = []
-        self._ends: list[Record] = []  # last observations that slots have room for
         self._episodes: dict[int, _Episode] = {}  # by environment: observed, and not over
         self._ready: set[int] = set()  # environments of these whose actions are there
         self._lock = threading.Lock()  # guards the two above
@@ -168,8 +167,7 @@ class BatchPool:
         records = self._run_chunk(acting) if acting else []
         orders, self._orders = self._orders, []
         records += [self._begin(order) for order in orders]
-        observed = [*(record for record in records if record.kind is Kind.observed), *self._ends]
-        self._ends.clear()
+        observed = [record for record in records if record.kind is Kind.observed]
         if observed:
             self._observe(observed)
         return sorted(records, key=lambda record: record.env)
@@ -203,7 +201,7 @@ class BatchPool:
         actions = chunk.new_zeros((env.num_envs, *chunk.shape[1:]))
         actions[rows] = chunk
         executed, rewards = torch.zeros_like(rows), torch.zeros(len(acting), dtype=torch.float64, device=env.device)
-        success, ended, over = (torch.zeros_like(rows, dtype=torch.bool) for _ in range(3))
+        success, over = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
         step_rewards = torch.zeros(chunk.shape[:2], dtype=torch.float64, device=env.device)
         # The outcome stays on the device until the chunk is done: asking after each step would halt the device each time.
         for step in range(min(chunk.shape[1], max(left))):
@@ -213,19 +211,15 @@ class BatchPool:
             step_rewards[:, step] = torch.where(over, 0.0, outcome.reward[rows].double())
             rewards += step_rewards[:, step]
             success |= succeeds & ~over
-            ends = outcome.terminated[rows] | (succeeds & self._terminate_on_success)
-            ended |= ends & ~over
-            over = over | ends | (executed >= limit)
+            over = over | outcome.terminated[rows] | (succeeds & self._terminate_on_success) | (executed >= limit)
         sane = chunk.isfinite().flatten(1).all(1)
-        flags = torch.stack(
-            [executed.double(), rewards, success.double(), ended.double(), over.double(), sane.double()], 1
-        )
+        flags = torch.stack([executed.double(), rewards, success.double(), over.double(), sane.double()], 1)
         told = torch.cat([flags, step_rewards], 1).tolist()
         return [self._note(*outcome) for outcome in zip(acting, episodes, told, strict=True)]
 
     def _note(self, env: int, episode: _Episode, told: list[float]) -> Record:
         """Write the outcome of one environment's chunk to its slot."""
-        executed, reward, success, ended, over, sane, *step_rewards = told
+        executed, reward, success, over, sane, *step_rewards = told
         slots, slot, decision = self._slots, episode.slot, episode.decision
         if not sane:
             raise SimulationError(f"{self._env.spec.name}: the policy's actions are not finite")
@@ -234,13 +228,10 @@ class BatchPool:
         slots["executed_steps"][slot, decision] = int(executed)
         slots["rewards"][slot, decision] = reward
         slots["step_rewards"][slot, decision] = torch.tensor(step_rewards)
-        slots["truncated"][slot] = bool(over and not ended)
         slots["num_decisions"][slot] = decision + 1
         if success:
             slots["success"][slot] = 1
         if over:
-            if not ended and decision + 1 < slots["state"].shape[1]:
-                self._ends.append(Record(Kind.observed, env, slot, decision + 1))
             with self._lock:
                 del self._episodes[env]
             return Record(Kind.finished, env, slot, decision)

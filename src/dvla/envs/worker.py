@@ -68,12 +68,9 @@ class Episode:
             self._film.add()
 
     def act(self, slot: int, decision: int) -> bool:
-        """Run the chunk of `decision`; True when the episode is over, else the next observation lies in the slot.
-
-        So does the last one of an episode whose time has run out, where slots have room for it.
-        """
+        """Run the chunk of `decision`; True when the episode is over, else the next observation lies in the slot."""
         slots = self._slots
-        reward, executed, ended, over = 0.0, 0, False, False
+        reward, executed, over = 0.0, 0, False
         for action in slots["actions"][slot, decision]:
             slots["beat"][slot] = time.monotonic()
             step = self._env.step(action)
@@ -85,8 +82,7 @@ class Episode:
                 slots["success"][slot] = 1
             if self._film is not None:
                 self._film.add()
-            ended = step.terminated or (step.success and self._terminate_on_success)
-            over = ended or self._steps >= self._max_steps
+            over = step.terminated or self._steps >= self._max_steps or (step.success and self._terminate_on_success)
             if over:
                 break
         if not math.isfinite(reward):
@@ -94,11 +90,10 @@ class Episode:
         slots["executed_steps"][slot, decision] = executed
         slots["rewards"][slot, decision] = reward
         slots["num_decisions"][slot] = decision + 1
-        slots["truncated"][slot] = over and not ended
-        if not ended and decision + 1 < slots["state"].shape[1]:
+        if not over:
             slots["beat"][slot] = time.monotonic()
             self._env.observe(slots["images"][slot, decision + 1], slots["state"][slot, decision + 1])
-        if over and self._film is not None:
+        elif self._film is not None:
             self._film.close("success" if slots["success"][slot] else "failure")
             self._film = None
         return over

@@ -1,8 +1,9 @@
 """PPO's part of the grpo lane: the values of a batch's decisions, and the advantages they make of its rewards.
 
 Values are computed here, when a group has arrived, and not by inference: so they are of the newest weights, and nothing
-travels. An episode that terminated is worth nothing afterwards. One whose time ran out is worth what its last observation
-is, for which slots have room: the policy does not see the clock, so a limit means nothing to it.
+travels. An episode that is over is worth nothing afterwards, also when its time ran out: the task is to succeed in time.
+To go on with the value of the last observation there, as is right for tasks without end, makes failing as good as going
+on, and under a sparse reward the values then feed on themselves: nothing is learnt.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class Critic:
     def __init__(self, config: Config, learner: Learner, slots: SlotTensors, group: dist.ProcessGroup) -> None:
         self._algo, self._learner, self._slots, self._group = config.algo, learner, slots, group
         self._size = values_per_decision(config)
-        # Values of all observations by slot and number, until the batch is trained on.
+        # By slot and decision, until the batch is trained on.
         self._values = torch.zeros(*slots.tensors["state"].shape[:2], self._size)
 
     def looks(self, group: Parcel) -> list[tuple[Tensor, Tensor]]:
         """The observations of a group that need a value, in micro-batches: slots and decisions, (B,) int64 each."""
         members = torch.tensor(group.slots)
-        lengths = self._slots.tensors["num_decisions"][members] + self._slots.tensors["truncated"][members]
+        lengths = self._slots.tensors["num_decisions"][members]  # each has an observation
         size = self._algo.micro_batch_size
         return list(zip(*(column.split(size) for column in decisions_of(members, lengths)), strict=True))
 
@@ -104,11 +105,9 @@ class Critic:
         executed = slots["executed_steps"][members].gather(1, num_decisions[:, None] - 1).squeeze(1)
         lengths = num_decisions if self._size == 1 else (num_decisions - 1) * self._size + executed
         rewards = slots["rewards"] if self._size == 1 else slots["step_rewards"]
-        last = values[torch.arange(len(members)), num_decisions.clamp(max=values.shape[1] - 1), 0]
         advantages, returns = generalized_advantages(
             rewards[members].flatten(1),
-            values[:, :-1].flatten(1),
-            bootstrap=last.where(slots["truncated"][members] > 0, 0.0),
+            values.flatten(1),
             lengths=lengths,
             gamma=self._algo.gamma,
             gae_lambda=self._algo.gae_lambda,

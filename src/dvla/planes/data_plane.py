@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dvla.config import Algorithm
 from dvla.envs.batch_pool import BatchPool, batch_slots
 from dvla.planes.slots import create_memory, layout_bytes, map_memory, slot_arrays, slot_layout
 from dvla.runtime.device import pin, unpin
@@ -56,7 +55,6 @@ def plan_slots(
         num_slots=num_slots,
         max_decisions=config.max_decisions,
         num_action_chunks=config.model.num_action_chunks,
-        keeps_end=config.algo.name is Algorithm.ppo,
         record={name: (field.shape, str(field.dtype).removeprefix("torch.")) for name, field in record_spec.items()},
     )
 

@@ -68,7 +68,6 @@ def slot_layout(
     num_slots: int,
     max_decisions: int,
     num_action_chunks: int,
-    keeps_end: bool = False,
     record: Mapping[str, tuple[tuple[int, ...], str]],
 ) -> list[SlotField]:
     """Arrays of the slot memory in order, for N slots of T decisions with chunks of K actions.
@@ -78,16 +77,14 @@ def slot_layout(
         num_slots: N.
         max_decisions: T.
         num_action_chunks: K.
-        keeps_end: Have room for one more observation, after the last decision of an episode whose time has run out.
         record: Shape and numpy dtype name, per decision, of what the policy remembers of it.
     """
     per_decision = (num_slots, max_decisions)
-    observations = (num_slots, max_decisions + keeps_end)
     actions = (*per_decision, num_action_chunks, spec.action_dim)
     wanted: list[tuple[str, tuple[int, ...], str]] = [
         # written by the worker
-        ("images", (*observations, len(spec.cameras), *spec.image_size, 3), "uint8"),
-        ("state", (*observations, spec.state_dim), "float32"),
+        ("images", (*per_decision, len(spec.cameras), *spec.image_size, 3), "uint8"),
+        ("state", (*per_decision, spec.state_dim), "float32"),
         ("executed_steps", per_decision, "int32"),  # control steps of the chunk that were run
         ("rewards", per_decision, "float32"),  # sum over these steps
         ("step_rewards", (*per_decision, num_action_chunks), "float32"),  # of these steps
@@ -95,7 +92,6 @@ def slot_layout(
         ("task", (num_slots,), "int64"),
         ("num_decisions", (num_slots,), "int64"),
         ("success", (num_slots,), "uint8"),  # at any step of the episode
-        ("truncated", (num_slots,), "uint8"),  # the time ran out, and nothing else ended it
         ("initial_state", (num_slots, 16), "uint8"),  # digest
         ("beat", (num_slots,), "float64"),  # monotonic time at which the simulator was last seen to move
         # written by the inference lane

@@ -13,15 +13,13 @@ _STD_FLOOR = 1e-6
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, *, bootstrap: Tensor, lengths: Tensor, gamma: float, gae_lambda: float
+    rewards: Tensor, values: Tensor, *, lengths: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages ``A_t = d_t + gamma lambda A_{t+1}`` with ``d_t = r_t + gamma V_{t+1} - V_t``.
+    """Advantages ``A_t = d_t + gamma lambda A_{t+1}`` with ``d_t = r_t + gamma V_{t+1} - V_t``; behind the end both are 0.
 
     Args:
         rewards: (E, L) of E episodes; what lies behind an episode's end is left over and may be anything.
         values: (E, L), likewise.
-        bootstrap: (E,) value of the state after the last step: 0 where the episode terminated; where only the time ran
-            out it goes on to be worth something (arXiv 1712.00378).
         lengths: (E,) int, steps of each episode, at least 1.
         gamma: Discount per step.
         gae_lambda: 0 trusts the values, 1 the returns.
@@ -33,7 +31,6 @@ def generalized_advantages(
     played = index < lengths[:, None]
     value = values.double().where(played, 0.0)
     following = torch.cat((value[:, 1:], torch.zeros_like(value[:, :1])), dim=1)
-    following = torch.where(index == lengths[:, None] - 1, bootstrap.double()[:, None], following)
     delta = (rewards.double() + gamma * following - value).where(played, 0.0)
     advantages = torch.zeros_like(delta)
     running = torch.zeros_like(delta[:, 0])
