@@ -1,4 +1,4 @@
-"""A policy that takes as long as it is told, for `bench_placements.py`."""
+"""Policies that take as long as they are told, for `bench_placements.py` and `overlap.py`."""
 
 from __future__ import annotations
 
@@ -19,3 +19,21 @@ class DelayedPolicy(MLPPolicy):
         """Decide, slowly."""
         time.sleep(self._seconds * len(keys))
         return super().act(obs, keys, greedy=greedy)
+
+
+class WaitingPolicy(MLPPolicy):
+    """The perceptron of `model=mlp`, whose every call waits `seconds` before it computes, as for an accelerator."""
+
+    def __init__(self, preset, spec, num_action_chunks, temperature, seconds) -> None:
+        super().__init__(MLPConfig(), spec=spec, num_action_chunks=num_action_chunks, temperature=temperature)
+        self._seconds = seconds
+
+    def act(self, obs, keys, *, greedy=False):
+        """Decide, after a wait."""
+        time.sleep(self._seconds)
+        return super().act(obs, keys, greedy=greedy)
+
+    def forward(self, *args, **kwargs):
+        """Compute log-probabilities for training, after a wait."""
+        time.sleep(self._seconds)
+        return super().forward(*args, **kwargs)

@@ -123,6 +123,19 @@ def main() -> None:
     )
     text += section("Serial against overlapped", "schedules", {"name": "name", "value": "median", "unit": "unit"})
     text += section(
+        "Overlap: reach, mean of three seeds; every call of the policy waits so long, as for an accelerator",
+        "overlap",
+        {
+            "wait_ms": "wait ms",
+            "schedule": "schedule",
+            "success_last": "success, last 20 %",
+            "half_width": "±",
+            "env_steps_raw": "env steps",
+            "wall_s": "training s",
+            "vs_serial": "of serial",
+        },
+    )
+    text += section(
         "Staleness: reach, mean of three seeds; `±` is half of a 95 % interval (curves: docs/learning.md)",
         "staleness_reach",
         {
