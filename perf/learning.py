@@ -94,10 +94,11 @@ def draw(runs: list[dict]) -> None:
             (line,) = panel.plot(steps, smooth, linewidth=1.2, label=f"seed {run['seed']}")
             by_version = dict(zip(run["curve"]["policy_version"], steps, strict=True)) | {0: 0}
             rounds = {by_version[int(version)]: rate for version, rate in run["evaluations"].items()}
-            panel.plot(*zip(*sorted(rounds.items()), strict=True), "o--", color=line.get_color(), linewidth=0.6)
+            panel.plot(*zip(*sorted(rounds.items()), strict=True), "o", color=line.get_color())
         panel.set(title=recipe, xlabel="environment steps", ylim=(0, 1))
         panel.legend(fontsize="small", loc="lower right")
-    panels[0][0].set_ylabel(f"success: lines sampled (last {SMOOTHED} batches), dots evaluated")
+    panels[0][0].set_ylabel("success")
+    figure.suptitle(f"line: sampled, last {SMOOTHED} batches; dots: evaluated", fontsize="small")
     figure.savefig(REPOSITORY / "docs/learning.svg", metadata={"Date": None})
 
 

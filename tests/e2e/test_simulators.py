@@ -19,6 +19,8 @@ def test_openvla_oft_trains_in_maniskill_from_pictures(tmp_path):
         "run.eval_every=null",
         "env.reward_mode=dense",
         "env.max_episode_steps=24",
+        "env.terminate_on_success=false",
+        "algo.warmup_steps=0",
         "model.checkpoint=null",
         "model.freeze=[]",
         "algo.group_size=2",
