@@ -6,9 +6,11 @@
 #   for which there are conf/demonstrations/TASK.yaml, conf/cloning/TASK_MODEL.yaml and conf/experiment/TASK_MODEL.yaml;
 #   the overrides are of the reinforcement learning. Demonstrations and clone are made once.
 #   NPROC  ranks that share the CPU (default 2)
-#   ROOT   folder for what is made: datasets/TASK, runs/TASK_MODEL_sft, runs/TASK_MODEL (default: the project's)
-#   SEED   of everything (default 0)
-# Ctrl-C and SIGTERM stop in order; the same command goes on, with resume=auto also in the last part.
+#   ROOT   folder for what is made: datasets/TASK, runs/TASK_MODEL_sft, runs/TASK_MODEL (default, and start of a relative
+#          path: the project's)
+#   SEED   of everything that is made (default 0); what there is already keeps its own
+# Ctrl-C and SIGTERM stop in order. The same command goes on: collecting starts anew, cloning from its last checkpoint, and
+# with resume=auto so does the last part.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,16 +30,25 @@ shift
 demonstrations=$root/datasets/${recipe%%_*}
 clone=${recipe}_sft
 
-# Run one part until it has ended, whatever signals come; then end, if one came.
-stopped=
-trap 'stopped=1; kill -TERM "$part" 2>/dev/null || true' INT TERM HUP QUIT USR1
+# Mistakes in the overrides show now, not after the first two parts.
+.venv/bin/python -m dvla.train experiment="$recipe" "$@" --cfg job >/dev/null || exit 2
+
+# Run one part until it has ended, whatever signals come, and end if any did, also between two parts.
+stopped='' part=''
+trap 'stopped=1; [[ -z $part ]] || kill -TERM "$part" 2>/dev/null || true' INT TERM HUP QUIT USR1
+end_if_stopped() { [[ -z $stopped ]] || exit 0; }
 run() {
+  end_if_stopped
   say "$1"
   "${@:2}" </dev/null &
   part=$!
+  [[ -z $stopped ]] || kill -TERM "$part" 2>/dev/null || true
   while kill -0 "$part" 2>/dev/null; do wait "$part" || true; done
-  wait "$part"
-  [[ -z $stopped ]] || exit 0
+  local code=0
+  wait "$part" || code=$?
+  part=''
+  end_if_stopped
+  ((code == 0)) || exit "$code"
 }
 
 if [[ ! -d $demonstrations ]]; then
@@ -51,6 +62,7 @@ if ! grep -qs '"exit": "completed"' "$root/runs/$clone/summary.json"; then
   run "2 of 3: behaviour cloning" launch/torchrun.sh --standalone --nproc-per-node "${NPROC:-2}" -m dvla.sft \
     cloning="$recipe" "data.paths=[$demonstrations]" run.root="$root/runs" run.name="$clone" resume=auto seed="$seed"
 fi
+end_if_stopped
 trap - INT TERM HUP QUIT USR1
 say "3 of 3: reinforcement learning"
 exec launch/one_node.sh experiment="$recipe" model.checkpoint="$root/runs/$clone/policy" run.root="$root/runs" \

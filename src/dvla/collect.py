@@ -3,7 +3,8 @@
 ``python -m dvla.collect env=maniskill env.task=PushCube-v1 num_episodes=100 out=datasets/pushcube``
 
 The experts play in the environment's own action space (`dvla.envs.maniskill_experts`). Only their successes are kept, in the
-order of the seeds, so the dataset is the same whatever `num_workers` is. It is complete after every episode: Ctrl-C keeps
+order of the seeds, so the dataset does not depend on `num_workers`, but for traces of 1e-4 where the physics of a contact
+remember the episode before (`dvla.envs.maniskill_setup.SimulatorOptions`). It is complete after every episode: Ctrl-C keeps
 what there is.
 """
 
@@ -86,7 +87,7 @@ class CollectConfig:
             raise ConfigError("seed must lie between 0 and 2^32 - 1")
         if self.action_noise < 0:
             raise ConfigError("action_noise must be at least 0")
-        if not 0 < self.pace[0] <= self.pace[1] <= 1:
+        if len(self.pace) != 2 or not 0 < self.pace[0] <= self.pace[1] <= 1:
             raise ConfigError("pace must be two numbers above 0 and at most 1, the lower first")
 
 

@@ -74,8 +74,30 @@ def wait_for_episode(process, folder):
         time.sleep(0.05)
 
 
+def check_replay(folder, noise, slowest, fastest):
+    """Playing the recorded actions, with the noise that was added, gives the recorded states and successes."""
+    env = ManiSkillEnv(task="PushCube-v1", cameras=())
+    state, images = np.empty(env.spec.state_dim, np.float32), np.empty((0, 0, 0, 3), np.uint8)
+    for number, episode in enumerate(lines(folder, "episodes")):
+        table = pq.read_table(folder / f"data/chunk-000/episode_{number:06d}.parquet").to_pydict()
+        rng = np.random.default_rng(episode["seed"])
+        pace = np.random.default_rng((episode["seed"], 1)).uniform(slowest, fastest)
+        assert np.abs(np.array(table["action"])[:, :3]).max() == pytest.approx(0.6 * pace), "the expert's speed is 0.6"
+        env.reset(0, episode["seed"])
+        success = False
+        for row, action in enumerate(np.array(table["action"], np.float32)):
+            env.observe(images, state)
+            np.testing.assert_array_equal(state, np.array(table["observation.state"][row], np.float32))
+            executed = action.copy()
+            executed[:-1] += noise * pace * rng.standard_normal(3)
+            success = env.step(executed.clip(-1, 1)).success
+            assert success == table["next.success"][row] == table["next.done"][row]
+        assert success
+    env.close()
+
+
 def test_the_dataset_is_the_same_with_more_workers_and_plays_back_exactly(tmp_path):
-    options = ("num_episodes=3", "action_noise=0.2", "pace=[0.5,0.9]")
+    options = ("num_episodes=3", "action_noise=0.2")
     one, two = (tmp_path / name for name in ("a", "b"))
     for folder, workers in ((one, 1), (two, 2)):
         code, output = finish(start(folder, *options, f"num_workers={workers}"))
@@ -93,24 +115,15 @@ def test_the_dataset_is_the_same_with_more_workers_and_plays_back_exactly(tmp_pa
     assert lines(one, "tasks")[0]["task"] == "push the blue cube onto the red and white target"
     env = ManiSkillEnv(task="PushCube-v1", cameras=())
     names = [f"{name}.{n}" for name, length in env.state_layout for n in range(length)]
-    assert info["features"]["observation.state"]["names"] == names
-    state, images = np.empty(env.spec.state_dim, np.float32), np.empty((0, 0, 0, 3), np.uint8)
-    for number, episode in enumerate(lines(one, "episodes")):
-        table = pq.read_table(one / f"data/chunk-000/episode_{number:06d}.parquet").to_pydict()
-        noise = np.random.default_rng(episode["seed"])
-        pace = np.random.default_rng((episode["seed"], 1)).uniform(0.5, 0.9)
-        assert np.abs(np.array(table["action"])[:, :3]).max() == pytest.approx(0.6 * pace), "the expert's speed is 0.6"
-        env.reset(0, episode["seed"])
-        success = False
-        for row, action in enumerate(np.array(table["action"], np.float32)):
-            env.observe(images, state)
-            np.testing.assert_array_equal(state, np.array(table["observation.state"][row], np.float32))
-            executed = action.copy()
-            executed[:-1] += 0.2 * pace * noise.standard_normal(3)
-            success = env.step(executed.clip(-1, 1)).success
-            assert success == table["next.success"][row] == table["next.done"][row]
-        assert success
     env.close()
+    assert info["features"]["observation.state"]["names"] == names
+    check_replay(one, 0.2, 1, 1)
+
+
+def test_a_pace_slows_movements_and_noise_alike(tmp_path):
+    code, output = finish(start(tmp_path / "a", "num_episodes=3", "action_noise=0.2", "pace=[0.5,0.9]"))
+    assert code == 0, output
+    check_replay(tmp_path / "a", 0.2, 0.5, 0.9)
 
 
 def test_ctrl_c_leaves_a_complete_dataset(tmp_path):
@@ -160,7 +173,8 @@ def test_a_simulator_that_cannot_start_leaves_nothing(tmp_path):
         (["action_noise=-1"], ["action_noise"]),
         (["pace=[0,1]"], ["pace must be"]),
         (["pace=[0.9,0.8]"], ["pace must be"]),
-        (["pace=[0.5]"], ["pace"]),
+        (["pace=[0.5]"], ["pace must be"]),
+        (["pace=[0.1,0.2,0.3]"], ["pace must be"]),
         (["seed=-1"], ["seed"]),
     ],
     ids=lambda value: value[0] if "=" in value[0] else "",

@@ -41,7 +41,9 @@ def stop_when(process, ready):
     """Signal the script alone once `ready` holds; its output. Nothing that it started may live on."""
     deadline = time.monotonic() + 120
     while not ready():
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+        if time.monotonic() > deadline or process.poll() is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(process.communicate()[0])
         time.sleep(0.02)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
@@ -91,6 +93,14 @@ def test_each_part_can_be_stopped_and_what_is_made_is_not_made_again(tmp_path):
     assert run.summary["eval_success_before"] is not None
     assert run.summary["eval_success_after"] is not None
     assert len(list(run.folder.rglob("*.mp4"))) == 2, "a film from before and one from after"
+
+
+def test_a_mistake_in_the_overrides_shows_before_anything_is_made(tmp_path):
+    process = recipe(tmp_path, "pushcube_oft", "algo.lrr=1")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "lrr" in output
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_recipe_that_there_is_not_is_named_with_those_that_there_are(tmp_path):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dvla.envs.protocol import Environment
 
 FRAMES_PER_SECOND = 20
-"""Control frequency of both simulators: the video runs at the robot's own pace."""
+"""Usual control frequency of both simulators: the video runs at the robot's own pace."""
 
 
 MIN_HEIGHT = 240
