@@ -30,7 +30,7 @@ shift
 demonstrations=$root/datasets/${recipe%%_*}
 clone=${recipe}_sft
 
-# Mistakes in the overrides show now, not after the first two parts.
+# Unknown keys and values of a wrong type show now, not after the first two parts.
 .venv/bin/python -m dvla.train experiment="$recipe" "$@" --cfg job >/dev/null || exit 2
 
 # Run one part until it has ended, whatever signals come, and end if any did, also between two parts.
@@ -47,8 +47,8 @@ run() {
   local code=0
   wait "$part" || code=$?
   part=''
+  ((code == 0)) || exit "$code" # also when stopped: what a part could not save is no success
   end_if_stopped
-  ((code == 0)) || exit "$code"
 }
 
 if [[ ! -d $demonstrations ]]; then

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from matplotlib import pyplot as plt
-from runs import REPOSITORY, RESULTS, store
+from runs import REPOSITORY, RESULTS, half_interval, store
 
 CURVE = (
     "policy_version", "env_steps", "time/step_s", "rollout/success_rate", "rollout/episode_len",
@@ -32,8 +32,6 @@ KEYS = (
     "staleness_mean",
     "warnings",
 )
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""97.5 % quantiles by the number of values."""
 SMOOTHED = 10
 """Batches that a drawn line averages."""
 
@@ -75,8 +73,7 @@ def means(runs: list[dict]) -> list[dict]:
             values = [run[f"eval_success_{key}"] for run in own]
             row[key] = statistics.mean(values)
             row[f"{key}_lowest"], row[f"{key}_highest"] = min(values), max(values)
-            if len(values) in STUDENT_T:
-                row[f"{key}_ci"] = STUDENT_T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+            row[f"{key}_ci"] = half_interval(values) if len(values) > 1 else None
         rows.append(row)
     return rows
 

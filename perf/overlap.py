@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import statistics
 
-from runs import store, train
+from runs import half_interval, store, train
 
 SEEDS = 3
-STUDENT_T = 4.303  # 97.5 %, two degrees of freedom
 SCHEDULES = {
     "serial": ("runtime.schedule=serial", "algo.max_staleness=0"),
     "overlapped": ("algo.max_staleness=1", "algo.objective=decoupled"),
@@ -35,7 +34,7 @@ def main() -> None:
                 "wait_ms": wait * 1000,
                 "schedule": how,
                 "success_last": statistics.fmean(success),
-                "half_width": STUDENT_T * statistics.stdev(success) / SEEDS**0.5,
+                "half_width": half_interval(success),
                 "env_steps_raw": statistics.fmean(run["env_steps_raw"] for run in own),
                 "wall_s": statistics.fmean(run["wall_s"] for run in own),
                 "vs_serial": statistics.fmean(run["wall_s"] for run in own)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from scipy import stats
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -45,6 +48,11 @@ def train(*overrides: str, ranks: int = 2) -> dict:
             "command": " ".join(command),
             "total_s": total_s,
         }
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean of two or more values (Student's t)."""
+    return float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
 
 
 def machine() -> dict:

@@ -15,10 +15,9 @@ import sys
 from typing import Any
 
 from matplotlib import pyplot as plt
-from runs import REPOSITORY, store, train
+from runs import REPOSITORY, half_interval, store, train
 
 SEEDS = 3
-STUDENT_T = 4.303  # 97.5 %, two degrees of freedom
 AGES = (0, 1, 2, 4, 8)
 OBJECTIVES = {
     "clip": ["algo.objective=clip", "algo.behavior_ratio_cap=null"],
@@ -47,7 +46,7 @@ def means(runs: list[dict]) -> list[dict]:
         if len(own) < SEEDS:
             continue
         mean: dict[str, Any] = {key: statistics.fmean(run[key] for run in own) for key in SCALARS}
-        half = STUDENT_T * statistics.stdev(run["success_last"] for run in own) / SEEDS**0.5
+        half = half_interval([run["success_last"] for run in own])
         rows.append({"schedule": schedule, "objective": objective, **mean, "half_width": half})
     return rows
 

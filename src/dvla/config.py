@@ -261,7 +261,7 @@ class ModelConfig:
     unnorm_key: str | None = None
     """Which of the checkpoint's statistics un-normalise actions; null takes the only ones there are."""
     freeze: tuple[str, ...] = ()
-    """Parts that are not trained: `vision`, `projector` or `llm` of openvla_oft; `vision` or `vlm` of pi05."""
+    """Parts that are not trained: `vision`, `projector`, `llm` or `vocabulary` of openvla_oft; `vision` or `vlm` of pi05."""
     lora_rank: int = 0
     """Train low-rank adapters of this rank instead of the weights; 0 for none."""
     lora_alpha: float | None = None

@@ -73,9 +73,8 @@ def test_each_part_can_be_stopped_and_what_is_made_is_not_made_again(tmp_path):
 
     few = ("num_episodes=2", "num_workers=1", "pace=[1,1]", f"out={datasets / 'pushcube'}")
     made("dvla.collect", "demonstrations=pushcube", *few)
-    process = recipe(
-        tmp_path, "pushcube_oft", *SMALL
-    )  # a clone that was stopped is not taken for a finished one, either
+    # Nor is a clone that was stopped taken for a finished one.
+    process = recipe(tmp_path, "pushcube_oft", *SMALL)
     clone = runs / "pushcube_oft_sft"
     output = stop_when(process, lambda: (clone / "metrics.jsonl").exists() and (clone / "metrics.jsonl").stat().st_size)
     assert process.returncode == 0, output

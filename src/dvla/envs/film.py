@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 FRAMES_PER_SECOND = 20
 """Usual control frequency of both simulators: the video runs at the robot's own pace."""
-
-
 MIN_HEIGHT = 240
 """Pixels: smaller pictures are enlarged by the next whole factor, so that a player shows more than a stamp."""
 
