@@ -2,7 +2,7 @@
 
 ``python -m dvla.collect env=maniskill env.task=PushCube-v1 num_episodes=100 out=datasets/pushcube``
 
-The experts play in the environment's own action space (`dvla.envs.maniskill_experts`). Only their successes are kept, in the
+The experts play in the environment's own action space (`dvla.envs.scripted_arm`). Only their successes are kept, in the
 order of the seeds, so the dataset does not depend on `num_workers`, but for traces of 1e-4 where the physics of a contact
 remember the episode before (`dvla.envs.maniskill_setup.SimulatorOptions`). It is complete after every episode: Ctrl-C keeps
 what there is.
@@ -10,6 +10,7 @@ what there is.
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -32,7 +33,7 @@ from dvla.datasets.demonstrations import Order, Played, play_seed
 from dvla.datasets.lerobot_writer import LeRobotWriter
 from dvla.entry import CONFIG_FOLDER
 from dvla.envs.errors import EnvironmentSetupError, SimulationError
-from dvla.envs.registry import environment_arguments
+from dvla.envs.registry import EXPERTS, environment_arguments
 from dvla.runtime.processes import die_with_parent
 from dvla.runtime.stop_request import StopRequest
 from dvla.telemetry.atomic_file import write_atomically
@@ -101,19 +102,11 @@ def demonstrator_arguments(config: CollectConfig) -> dict[str, Any]:
     Raises:
         ConfigError: There is none, or the dataset could not hold what it sees.
     """
-    from dvla.envs.maniskill_experts import ACTION_NAMES, EXPERTS, MUST_TURN
-
     env = config.env
-    if env.name != "maniskill" or env.task not in EXPERTS:
-        raise ConfigError(
-            f"there is no expert for env.name={env.name} env.task={env.task}; there are experts for tasks of maniskill: "
-            + ", ".join(EXPERTS)
-        )
-    arguments = environment_arguments(env, config.render)
-    mode = arguments.setdefault("control_mode", next(iter(ACTION_NAMES)))
-    modes = [name for name in ACTION_NAMES if name == "pd_ee_delta_pose" or env.task not in MUST_TURN]
-    if mode not in modes:
-        raise ConfigError(f"env.options.control_mode={mode}: the expert of {env.task} plays in {' or '.join(modes)}")
+    if env.name not in EXPERTS:
+        raise ConfigError(f"there are no experts for env.name={env.name}, only for {' and '.join(EXPERTS)}")
+    asked = environment_arguments(env, config.render)
+    arguments: dict[str, Any] = importlib.import_module(EXPERTS[env.name]).expert_arguments(asked)
     if not env.cameras:
         raise ConfigError("env.cameras is empty: a dataset needs pictures")
     if config.images is Images.video and (env.image_size[0] % 2 or env.image_size[1] % 2):
@@ -142,6 +135,7 @@ def collect(config: CollectConfig, stop: StopRequest) -> tuple[int, int]:
     except OSError as error:
         raise ConfigError(f"out={out} cannot be made ({error.strerror}): give a folder that can be written") from error
     order = Order(
+        env=config.env.name,
         arguments=arguments,
         terminate_on_success=config.env.terminate_on_success,
         action_noise=config.action_noise,

@@ -126,6 +126,30 @@ def test_a_pace_slows_movements_and_noise_alike(tmp_path):
     check_replay(tmp_path / "a", 0.2, 0.5, 0.9)
 
 
+def test_libero_is_recorded_as_its_policies_see_it(tmp_path):
+    options = (
+        "env=libero_object",
+        "+env.options.tasks=[5]",
+        "num_episodes=1",
+        "env.image_size=[32,32]",
+        "pace=[0.9,1]",
+    )
+    code, output = finish(start(tmp_path / "a", *options))
+    assert code == 0, output
+    info = json.loads((tmp_path / "a/meta/info.json").read_text())
+    shapes = {name: feature["shape"] for name, feature in info["features"].items() if name.startswith(("obs", "act"))}
+    assert shapes == {
+        "observation.images.agentview": [32, 32, 3],
+        "observation.images.wrist": [32, 32, 3],
+        "observation.state": [8],
+        "action": [7],
+    }
+    assert (info["fps"], info["total_episodes"]) == (20, 1)
+    assert lines(tmp_path / "a", "tasks")[0]["task"] == "pick up the tomato sauce and place it in the basket"
+    actions = np.array(pq.read_table(tmp_path / "a/data/chunk-000/episode_000000.parquet").to_pydict()["action"])
+    assert actions[0, -1] == -1, "LIBERO's grippers open at -1"
+
+
 def test_ctrl_c_leaves_a_complete_dataset(tmp_path):
     process = start(tmp_path / "a", "num_episodes=1000")
     wait_for_episode(process, tmp_path / "a")
@@ -161,6 +185,10 @@ def test_a_simulator_that_cannot_start_leaves_nothing(tmp_path):
     [
         (["env.task=PushT-v1"], ["no expert", "env.task=PushT-v1", "PushCube-v1, ", "StackCube-v1"]),
         (["env=reach"], ["no expert", "env.name=reach", "maniskill"]),
+        (["env=libero_10"], ["no expert", "env.task=libero_10", "libero_object"]),
+        (["env=libero_object"], ["env.options.tasks=[]", "libero_object", "0, 2, 3"]),
+        (["env=libero_object", "+env.options.tasks=[0,2]"], ["env.options.tasks=[0, 2]", "the one task"]),
+        (["env=libero_object", "+env.options.tasks=[1]"], ["env.options.tasks=[1]", "0, 2, 3"]),
         (
             ["env.options.control_mode=pd_joint_pos"],
             ["control_mode=pd_joint_pos", "pd_ee_delta_pos or pd_ee_delta_pose"],

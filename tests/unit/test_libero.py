@@ -86,6 +86,13 @@ def test_libero_130_is_all_suites_in_one():
     assert all(len(env._suite.initial_states(task)) == 50 for task in (0, 89, 90, 129))
 
 
+def test_some_tasks_of_a_suite():
+    every, some = LiberoEnv("libero_goal", cameras=()), LiberoEnv("libero_goal", cameras=(), tasks=(7, 2))
+    assert some.spec.instructions == (every.spec.instructions[7], every.spec.instructions[2])
+    assert [some._suite.problem_file(task) for task in (0, 1)] == [every._suite.problem_file(task) for task in (7, 2)]
+    assert some.spec.num_initial_states == (50, 50)
+
+
 def test_observations_are_those_of_liberos_own_pipeline(seeing, monkeypatch):
     """Pictures and state are equal to the bit, both after a reset and after steps."""
     from libero.libero.envs import OffScreenRenderEnv
@@ -296,6 +303,10 @@ def test_a_diverged_simulation_is_reported(blind, monkeypatch, tmp_path):
         ({"image_size": (64, 100_000)}, "must lie between 1 and"),
         ({"reward_mode": "dense"}, "LIBERO has no dense reward"),
         ({"meshes": "heavy"}, "meshes='heavy' must be one of: light, full"),
+        ({"tasks": (10,)}, r"tasks=\[10\]: choose different ones of the 10 of libero_spatial, counted from 0"),
+        ({"tasks": (1, 1)}, r"tasks=\[1, 1\]: choose different ones"),
+        ({"tasks": ()}, r"tasks=\[\]: choose different ones"),
+        ({"tasks": ("soup",)}, r"tasks=\['soup'\]: choose different ones"),
         ({"settle_steps": -1}, "must not be negative"),
         ({"render_backend": "gpu"}, "must be one of: auto, osmesa, egl"),
     ],

@@ -26,7 +26,7 @@ def make():
 
 def demonstration(env, task, seed, noise=0.0):
     env.reset(0, seed)
-    expert = play(task, env._batch._simulator)
+    expert = play(env)
     rng = np.random.default_rng(seed)
     return demonstrate(env, expert, noise=noise, rng=rng, terminate_on_success=True)
 

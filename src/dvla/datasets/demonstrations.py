@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,17 @@ import numpy as np
 from dvla.datasets.lerobot_layout import DatasetLayout
 from dvla.datasets.lerobot_writer import Episode, stage_episode
 from dvla.envs.protocol import Environment
+from dvla.envs.registry import EXPERTS, environment_class
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """What to play, and how; the same for all episodes."""
 
+    env: str
+    """Key of `dvla.envs.registry.EXPERTS`."""
     arguments: dict[str, Any]
-    """Of `dvla.envs.maniskill.ManiSkillEnv`."""
+    """Of that environment."""
     terminate_on_success: bool
     action_noise: float
     pace: tuple[float, float]
@@ -43,26 +47,24 @@ _simulators: list[Any] = []  # the only one of this process, once it is made
 
 def play_seed(order: Order, seed: int) -> Played:
     """Play the episode that begins in the initial state of `seed`; a worker process does nothing else."""
-    from dvla.envs.maniskill import ManiSkillEnv
-    from dvla.envs.maniskill_experts import ACTION_NAMES, play
-
+    experts = importlib.import_module(EXPERTS[order.env])
     if not _simulators:
-        _simulators.append(ManiSkillEnv(**order.arguments))
+        _simulators.append(environment_class(order.env)(**order.arguments))
     (env,) = _simulators
-    simulator = env._batch._simulator
+    env.reset(0, seed)
+    robot = experts.robot(env)
     layout = DatasetLayout(
-        fps=int(simulator.control_freq),
+        fps=robot.control_freq,
         cameras=env.spec.cameras,
         image_size=env.spec.image_size,
         videos=order.videos,
         state_names=tuple(f"{name}.{n}" for name, size in env.state_layout for n in range(size)),
-        action_names=ACTION_NAMES[order.arguments["control_mode"]],
+        action_names=robot.action_names,
     )
-    env.reset(0, seed)
     pace = np.random.default_rng((seed, 1)).uniform(*order.pace)
     episode = demonstrate(
         env,
-        play(order.arguments["task"], simulator, pace),
+        experts.play(env, pace),
         noise=order.action_noise * pace,
         rng=np.random.default_rng(seed),
         terminate_on_success=order.terminate_on_success,
@@ -70,7 +72,7 @@ def play_seed(order: Order, seed: int) -> Played:
     success = bool(episode.successes.any())
     if success:
         stage_episode(order.staging / str(seed), episode, layout)
-    return Played(success=success, layout=layout, task=env.spec.instructions[0], robot=simulator.agent.uid)
+    return Played(success=success, layout=layout, task=env.spec.instructions[0], robot=robot.name)
 
 
 def demonstrate(

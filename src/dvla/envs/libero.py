@@ -53,6 +53,7 @@ class LiberoEnv:
         settle_steps: Steps without motion after a reset, in which objects come to rest.
         render_backend: "osmesa" (in software), "egl" (on the GPU, if there is one), or "auto".
         render_device: CUDA index of the GPU that "egl" draws on; None for the first, or MUJOCO_EGL_DEVICE_ID.
+        tasks: Indices in the suite of the only tasks to play, which then count from 0; None for all.
 
     Raises:
         EnvironmentSetupError: The suite cannot be set up as asked for; the message names the remedy.
@@ -71,6 +72,7 @@ class LiberoEnv:
         settle_steps: int = 10,
         render_backend: str = "auto",
         render_device: int | None = None,
+        tasks: tuple[int, ...] | None = None,
     ) -> None:
         if reward_mode != "sparse":
             raise EnvironmentSetupError(f"LIBERO has no {reward_mode} reward: use env.reward_mode=sparse")
@@ -86,7 +88,7 @@ class LiberoEnv:
         if settle_steps < 0:
             raise EnvironmentSetupError(f"settle_steps={settle_steps} must not be negative")
         backend = choose_backend(render_backend)
-        self._suite = Suite(task)
+        self._suite = Suite(task, tasks)
         import_simulator(backend if cameras else None, render_device)
         self._cameras = [CAMERAS[camera] for camera in cameras]
         self._renderer: Renderer | None = None
@@ -112,6 +114,7 @@ class LiberoEnv:
             ),
             gripper_open=-1.0,
         )
+        self.state_layout = (("eef_pos", 3), ("eef_axis_angle", 3), ("gripper_qpos", 2))
 
     @staticmethod
     def expected_action_dim(**_: Any) -> int:

@@ -54,15 +54,22 @@ logger = logging.getLogger(__name__)
 
 
 class Suite:
-    """The tasks of a suite in LIBERO's order; libero_130 is libero_90, then spatial, object, goal and 10."""
+    """The tasks of a suite in LIBERO's order, or some; libero_130 is libero_90, then spatial, object, goal and 10."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, only: tuple[int, ...] | None = None) -> None:
         if name not in _PARTS:
             raise EnvironmentSetupError(f"LIBERO has no suite {name!r}: choose one of {', '.join(_PARTS)}")
         with _import_errors(), _silence():
             benchmarks = importlib.import_module("libero.libero.benchmark").get_benchmark_dict()
             parts = [benchmarks[part]() for part in _PARTS[name]]
         self._tasks = [(part, index) for part in parts for index in range(part.n_tasks)]
+        if only is not None:
+            wrong = [index for index in only if not (isinstance(index, int) and 0 <= index < len(self._tasks))]
+            if wrong or not only or len(set(only)) < len(only):
+                raise EnvironmentSetupError(
+                    f"tasks={list(only)}: choose different ones of the {len(self._tasks)} of {name}, counted from 0"
+                )
+            self._tasks = [self._tasks[index] for index in only]
         self.instructions = tuple(part.get_task(index).language for part, index in self._tasks)
 
     def problem_file(self, task: int) -> str:

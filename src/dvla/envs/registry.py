@@ -18,6 +18,8 @@ BUILT_IN = {
     "maniskill": "dvla.envs.maniskill:ManiSkillEnv",
     "libero": "dvla.envs.libero:LiberoEnv",
 }
+EXPERTS = {"maniskill": "dvla.envs.maniskill_experts", "libero": "dvla.envs.libero_experts"}
+"""Environments to modules with demonstrators: functions `expert_arguments`, `robot` and `play`."""
 
 
 def environment_class(name: str) -> type[Environment]:
