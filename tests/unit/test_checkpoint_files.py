@@ -112,6 +112,25 @@ def test_damaged_files(tmp_path: Path) -> None:
     fails(tmp_path, "cannot be read")
 
 
+def test_shards_of_other_folders_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    write_safetensors(tmp_path / "other.safetensors", PLANS, TENSORS.__getitem__)
+    index = tmp_path / "theirs" / "model.safetensors.index.json"
+    for name in ("../other.safetensors", str(tmp_path / "other.safetensors")):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, name)}))
+        fails(tmp_path / "theirs", "leads out of")
+
+
+@pytest.mark.parametrize(
+    "change", [{"shape": [3, 5, 2]}, {"shape": [-5, -3]}, {"data_offsets": [33, 3]}, {"dtype": "F3"}]
+)
+def test_a_header_that_contradicts_itself(tmp_path: Path, change: dict) -> None:
+    header = {"half": {"dtype": "BF16", "shape": [5, 3], "data_offsets": [0, 30]} | change}
+    encoded = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(30))
+    fails(tmp_path, "model.safetensors cannot be read")
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_additional_files(tmp_path: Path, zipped: bool) -> None:
     write_safetensors(tmp_path / "model.safetensors", PLANS, TENSORS.__getitem__)

@@ -138,6 +138,27 @@ def no_table(folder):
     (folder / TABLE).unlink()
 
 
+def table_elsewhere(folder):
+    folder.joinpath(TABLE).rename(folder.parent / "episode.parquet")
+    change_info(folder, data_path="../episode.parquet")
+
+
+def pattern_that_reaches_into_objects(folder):
+    change_info(folder, data_path="{episode_index.__class__.__init__}.parquet")
+
+
+def pattern_with_an_unknown_field(folder):
+    change_info(folder, data_path="{secret}.parquet")
+
+
+def chunks_of_nothing(folder):
+    change_info(folder, chunks_size=0)
+
+
+def no_object(folder):
+    (folder / "meta/info.json").write_text("[" * 100_000)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -154,6 +175,11 @@ def no_table(folder):
         (unknown_task, [TABLE, "'task_index'", "[7]"]),
         (torn_table, [TABLE, "cannot be read"]),
         (no_table, [TABLE, "cannot be read"]),
+        (table_elsewhere, ["meta/info.json", "'../episode.parquet' leads out of"]),
+        (pattern_that_reaches_into_objects, ["{episode_index.__class__.__init__}.parquet", "cannot be read"]),
+        (pattern_with_an_unknown_field, ["meta/info.json", "KeyError: 'secret'"]),
+        (chunks_of_nothing, ["meta/info.json", "ZeroDivisionError"]),
+        (no_object, ["meta/info.json", "nested too deeply"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -198,6 +224,10 @@ def test_a_picture_that_is_none_or_of_another_size(tmp_path):
     change_table(folder / TABLE, replace_column(HAND, pa.array([{"bytes": b"x", "path": "x"}] * 3)))
     with pytest.raises(DatasetError, match=rf"{TABLE}: column '{HAND}', row 0: no picture"):
         pictures(read(folder).episodes[1])
+    third = folder / TABLE.replace("1.parquet", "2.parquet")
+    change_table(third, replace_column(HAND, pa.array([{"bytes": None, "path": "/etc/passwd"}] * 4)))
+    with pytest.raises(DatasetError, match=r"'/etc/passwd' leads out of"):
+        pictures(read(folder).episodes[2])
     features = json.loads((folder / "meta/info.json").read_text())["features"]
     for key in (HAND, "observation.images.front"):
         features[key]["shape"] = [32, 24, 3]

@@ -59,6 +59,27 @@ def replace(column, values):
     return change
 
 
+def link_to(other):
+    """Instead of the actions: a link to those of another file, or to such a link."""
+
+    def change(root):
+        del root["data/demo_1/actions"]
+        root["elsewhere"] = h5py.ExternalLink("other.hdf5", "data/demo_1/actions")
+        root["data/demo_1/actions"] = other
+
+    return change
+
+
+def values_in_another_file(root):
+    del root["data/demo_1/actions"]
+    root["data/demo_1"].create_dataset("actions", (4, 7), "f4", external=[("other.bin", 0, h5py.h5f.UNLIMITED)])
+
+
+def more_than_there_is_memory(root):
+    del root["data/demo_1/actions"]
+    root["data/demo_1"].create_dataset("actions", (2**40, 7), "f4", chunks=(64, 7))
+
+
 def no_demonstrations(root):
     for demo in list(root["data"]):
         del root["data"][demo]
@@ -73,10 +94,15 @@ def no_demonstrations(root):
         (replace("obs/agentview_rgb", np.zeros((2, 8, 8, 3))), ["demo_1/obs/agentview_rgb", "(2, 8, 8, 3)", "(4, "]),
         (replace("actions", np.zeros(4)), ["demo_1/actions has the shape (4,)"]),
         (replace("actions", np.zeros((4, 6))), ["actions have 6 elements", "have 7"]),
+        (link_to(h5py.ExternalLink("other.hdf5", "data/demo_1/actions")), ["demo_1/actions lies elsewhere"]),
+        (link_to(h5py.SoftLink("/elsewhere")), ["demo_1/actions lies elsewhere"]),
+        (values_in_another_file, ["demo_1/actions lies elsewhere"]),
+        (more_than_there_is_memory, ["demo_1/actions has the shape"]),
         (no_demonstrations, ["no demonstrations"]),
     ],
 )
 def test_damage_is_told_by_file_and_column(tmp_path, damage, words):
+    write_libero(tmp_path / "other.hdf5", EPISODES[:2])
     file = write_libero(tmp_path / "pick_it_demo.hdf5", EPISODES[:2])
     with h5py.File(file, "a") as root:
         damage(root)

@@ -62,6 +62,7 @@ def test_state_only_needs_no_picture_memory():
 def test_memory_leaves_no_name_behind():
     before = set(os.listdir("/dev/shm"))
     descriptor = create_memory("dvla-test", 4096)
+    assert os.fstat(descriptor).st_mode & 0o777 == 0o600  # others could open /proc/PID/fd
     new = set(os.listdir("/dev/shm")) - before
     assert not [name for name in new if not name.startswith("sem.mp-")]  # of other tests, as in conftest.py
     os.close(descriptor)

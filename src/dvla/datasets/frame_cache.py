@@ -1,7 +1,7 @@
 """The decoded pictures of a dataset, in a file that the ranks of a node share and that no one can see.
 
-The system keeps in memory what there is room for. The file has no name any more once all have opened it: it is gone when the
-last rank is, whatever ends it.
+The system keeps in memory what there is room for. The file loses its name as soon as it is made: it is gone when the last rank
+is, whatever ends it.
 """
 
 from __future__ import annotations
@@ -58,35 +58,36 @@ def cache_frames(
             f"the decoded pictures of {dataset.name} take {size / 2**30:.1f} GiB, data.cache_gib is {max_gib:g}: raise it, or "
             "lower data.image_size"
         )
-    path, fault = None, None
+    descriptor, fault = None, None
     if world.local_rank == 0:
         try:
-            path = _write(dataset, shape, folder, note)
+            descriptor = _write(dataset, shape, folder, note)
         except DatasetError as error:
             fault = str(error)
         except OSError as error:
             where = folder or tempfile.gettempdir()
             fault = f"data.cache: {size / 2**30:.1f} GiB of pictures do not go to {where} ({error.strerror})"
-    said: list[tuple[str | None, str | None]] = [(None, None)] * world.world_size
-    dist.all_gather_object(said, (path, fault), group=world.control_pg)
+    said: list[tuple[int, int | None, str | None]] = [(0, None, None)] * world.world_size
+    dist.all_gather_object(said, (os.getpid(), descriptor, fault), group=world.control_pg)
     frames = None
-    own = said[world.node * world.local_world_size][0]
-    if own is not None and not any(fault for _, fault in said):
-        frames = np.memmap(own, np.uint8, "r", shape=shape)
+    process, own, _ = said[world.node * world.local_world_size]
+    if not any(fault for _, _, fault in said):
+        frames = np.memmap(f"/proc/{process}/fd/{own}", np.uint8, "r", shape=shape)
     dist.barrier(group=world.control_pg)
-    if path is not None:
-        Path(path).unlink()
+    if descriptor is not None:
+        os.close(descriptor)
     if frames is None:
-        raise DatasetError(next(fault for _, fault in said if fault))
+        raise DatasetError(next(fault for _, _, fault in said if fault))
     return frames
 
 
-def _write(dataset: RecordedDataset, shape: tuple[int, ...], folder: str | None, note: Callable[[int], None]) -> str:
-    """Decode into a new file, whose path is returned."""
-    descriptor, path = tempfile.mkstemp(prefix="dvla-frames-", dir=folder)
+def _write(dataset: RecordedDataset, shape: tuple[int, ...], folder: str | None, note: Callable[[int], None]) -> int:
+    """Decode into a new file without a name, whose descriptor is returned."""
+    descriptor, path = tempfile.mkstemp(prefix="dvla-frames-", dir=folder)  # for this user only
     try:
+        Path(path).unlink()
         os.posix_fallocate(descriptor, 0, int(np.prod(shape)))  # a full disk is found now, not by a bus error later
-        frames = np.memmap(path, np.uint8, "r+", shape=shape)
+        frames = np.memmap(f"/proc/self/fd/{descriptor}", np.uint8, "r+", shape=shape)
         row = 0
         for done, episode in enumerate(dataset.episodes):
             for pictures in episode.read_pictures():
@@ -95,9 +96,7 @@ def _write(dataset: RecordedDataset, shape: tuple[int, ...], folder: str | None,
                 frames[row] = pictures
                 row += 1
             note(done + 1)
-        return path
+        return descriptor
     except BaseException:
-        Path(path).unlink()
-        raise
-    finally:
         os.close(descriptor)
+        raise

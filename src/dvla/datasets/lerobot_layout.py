@@ -6,6 +6,8 @@ It is what ``lerobot`` 0.3 reads and writes (``lerobot/datasets/{utils,compute_s
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ CHUNK_SIZE = 1000
 """Episodes of one folder ``chunk-NNN``."""
 DATA_PATH = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
 VIDEO_PATH = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+_FIELD = re.compile(r"\{(\w+)(?::0(\d)d)?\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,4 +118,14 @@ def arrow_schema(layout: DatasetLayout) -> Any:
 
 def chunk_path(pattern: str, episode: int, key: str = "") -> Path:
     """The relative path of an episode's file."""
-    return Path(pattern.format(episode_chunk=episode // CHUNK_SIZE, episode_index=episode, video_key=key))
+    places = {"episode_chunk": episode // CHUNK_SIZE, "episode_index": episode, "video_key": key}
+    return Path(fill_pattern(pattern, places))
+
+
+def fill_pattern(pattern: str, values: Mapping[str, Any]) -> str:
+    """Put values into the fields of a pattern of ``info.json``; `str.format` would let a stranger's reach into objects.
+
+    Raises:
+        KeyError: A field has another name than the values.
+    """
+    return _FIELD.sub(lambda field: str(values[field[1]]).zfill(int(field[2] or 0)), pattern)

@@ -7,7 +7,7 @@ one video, and notes as tables. Only tables are read at first; pictures follow w
 from __future__ import annotations
 
 import io
-import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from dvla.datasets.lerobot_layout import fill_pattern
 from dvla.datasets.recorded import DatasetError, RecordedDataset, RecordedEpisode
+from dvla.runtime.confined_path import inside
+from dvla.runtime.json_file import parse, read_object
 
 _VERSIONS = ("v2.0", "v2.1", "v3.0")
 
@@ -35,6 +38,8 @@ class _Camera:
 class _Clip:
     """An episode's part of a camera's file."""
 
+    folder: Path
+    """The dataset's, in which pictures may lie as files of their own."""
     file: Path
     begin_s: float
     """Where it begins in a video."""
@@ -58,7 +63,20 @@ def read_lerobot(
         DatasetError: It is not as its notes say; names file and column.
     """
     info_file = folder / "meta/info.json"
-    info = _read_json(info_file)
+    try:
+        return _read(folder, info_file, name, action_key, state_key, cameras)
+    except DatasetError:
+        raise
+    except Exception as error:  # whoever wrote it may have put anything anywhere
+        raise DatasetError(
+            f"{info_file}: the notes in meta/ are not as expected ({type(error).__name__}: {_first_line(error)})"
+        ) from error
+
+
+def _read(
+    folder: Path, info_file: Path, name: str, action_key: str, state_key: str | None, cameras: Sequence[str] | None
+) -> RecordedDataset:
+    info = read_object(info_file, DatasetError)
     version, features = info.get("codebase_version"), info.get("features", {})
     if version not in _VERSIONS:
         raise DatasetError(f"{info_file}: layout {version} cannot be read, only {', '.join(_VERSIONS)}")
@@ -66,6 +84,8 @@ def read_lerobot(
         if key not in features:
             raise DatasetError(f"{info_file}: no column {key!r}; it has {', '.join(features)}")
     chosen = _cameras(info_file, features, cameras)
+    if not 0 < info["fps"] < math.inf:
+        raise DatasetError(f"{info_file}: fps is {info['fps']}")
     read = _read_v3 if version == "v3.0" else _read_v2
     episodes = read(folder, info, chosen, action_key, state_key)
     if not episodes:
@@ -112,15 +132,16 @@ def _read_v2(
     for note in _read_lines(folder / "meta/episodes.jsonl"):
         number = note["episode_index"]
         chunk = number // info["chunks_size"]
-        file = folder / info["data_path"].format(episode_chunk=chunk, episode_index=number)
+        place = {"episode_chunk": chunk, "episode_index": number}
+        file = inside(folder, fill_pattern(info["data_path"], place))
         table = _read_table(file, _columns(action_key, state_key))
         clips = []
         for camera in cameras:
             if camera.is_video:
-                path = info["video_path"].format(episode_chunk=chunk, episode_index=number, video_key=camera.key)
-                clips.append(_Clip(folder / path, 0.0, 0))
+                path = fill_pattern(info["video_path"], place | {"video_key": camera.key})
+                clips.append(_Clip(folder, inside(folder, path), 0.0, 0))
             else:
-                clips.append(_Clip(file, 0.0, 0))
+                clips.append(_Clip(folder, file, 0.0, 0))
         episodes.append(
             _episode(file, table, number, note["length"], tasks, info, cameras, clips, action_key, state_key)
         )
@@ -160,9 +181,8 @@ def _read_v3(
     table: Any = None
     shown = Path()
     for note in sorted(notes, key=lambda note: note["episode_index"]):
-        file = folder / info["data_path"].format(
-            chunk_index=note["data/chunk_index"], file_index=note["data/file_index"]
-        )
+        file_place = {"chunk_index": note["data/chunk_index"], "file_index": note["data/file_index"]}
+        file = inside(folder, fill_pattern(info["data_path"], file_place))
         if file != shown:
             table, shown = _read_table(file, [*_columns(action_key, state_key), "episode_index"]), file
             numbers, firsts, counts = np.unique(
@@ -183,10 +203,10 @@ def _read_v3(
         for camera in cameras:
             if camera.is_video:
                 chunk, number_of_file, begin_s = (note[f"videos/{camera.key}/{part}"] for part in parts)
-                path = info["video_path"].format(video_key=camera.key, chunk_index=chunk, file_index=number_of_file)
-                clips.append(_Clip(folder / path, begin_s, 0))
+                video = {"video_key": camera.key, "chunk_index": chunk, "file_index": number_of_file}
+                clips.append(_Clip(folder, inside(folder, fill_pattern(info["video_path"], video)), begin_s, 0))
             else:
-                clips.append(_Clip(file, 0.0, begin))
+                clips.append(_Clip(folder, file, 0.0, begin))
         episodes.append(_episode(file, part, number, length, tasks, info, cameras, clips, action_key, state_key))
     return episodes
 
@@ -256,11 +276,11 @@ def _read_images(camera: _Camera, clip: _Clip, length: int, fps: float) -> Itera
 
     column = _image_column(clip.file, camera.key)
     for row in range(clip.first_row, clip.first_row + length):
-        entry = column[row].as_py()
         try:
-            source = io.BytesIO(entry["bytes"]) if entry["bytes"] else clip.file.parents[2] / entry["path"]
+            entry = column[row].as_py()
+            source = io.BytesIO(entry["bytes"]) if entry["bytes"] else inside(clip.folder, entry["path"])
             picture = np.asarray(Image.open(source).convert("RGB"))
-        except (OSError, TypeError, KeyError) as error:
+        except Exception as error:  # decoders fail in many ways
             raise DatasetError(f"{clip.file}: column {camera.key!r}, row {row}: no picture ({error})") from error
         yield _of_size(picture, camera, f"{clip.file}: column {camera.key!r}, row {row}")
 
@@ -289,7 +309,9 @@ def _read_video(camera: _Camera, clip: _Clip, length: int, fps: float) -> Iterat
                 count += 1
                 if count == length:
                     return
-    except (av.FFmpegError, OSError, IndexError) as error:
+    except DatasetError:
+        raise
+    except Exception as error:  # as above
         raise DatasetError(f"{where}: the video cannot be read after {count} of {length} pictures ({error})") from error
     raise DatasetError(f"{where}: the video ends after {count} of {length} pictures")
 
@@ -320,14 +342,7 @@ def _read_table(file: Path, columns: list[str], *, all_columns: bool = False) ->
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{file} cannot be read ({_first_line(error)})") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return [parse(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise DatasetError(f"{file} cannot be read ({_first_line(error)})") from error
 

@@ -7,7 +7,6 @@ positions.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,10 +15,13 @@ from typing import Any
 import numpy as np
 
 from dvla.datasets.recorded import DatasetError, RecordedDataset, RecordedEpisode
+from dvla.runtime.json_file import parse
 
 _CAMERAS = {"agentview": "obs/agentview_rgb", "wrist": "obs/eye_in_hand_rgb"}
 _STATE = ("obs/ee_states", "obs/gripper_states")
 _SCENE = re.compile(r"^[A-Z_]+SCENE\d+_")
+_MOST_NUMBERS = 2**24
+"""Of one demonstration's actions or states: a damaged file may claim more than there is memory."""
 
 
 def libero_files(path: Path) -> list[Path]:
@@ -85,7 +87,9 @@ def _read_file(file: Path, cameras: tuple[str, ...]) -> tuple[list[RecordedEpiso
                     sizes.add((shape[1], shape[2]))
                 episodes.append(RecordedEpisode(file, instruction, states, actions, _PictureReader(file, columns)))
             return episodes, sizes
-    except OSError as error:
+    except DatasetError:
+        raise
+    except Exception as error:  # h5py fails in many ways
         raise DatasetError(f"{file}: cannot be read as HDF5 ({error})") from error
 
 
@@ -101,8 +105,10 @@ class _PictureReader:
         try:
             with h5py.File(self._file) as root:
                 # One column after the other and as a whole: they are stored in large pieces.
-                pictures = [root["data"][column][()][:, ::-1, ::-1] for column in self._columns]
-        except (OSError, KeyError) as error:
+                pictures = [_entry(root["data"], column, self._file)[()][:, ::-1, ::-1] for column in self._columns]
+        except DatasetError:
+            raise
+        except Exception as error:
             raise DatasetError(f"{self._file}: data/{self._columns[0]} cannot be read ({error})") from error
         for row in zip(*pictures, strict=True):
             yield np.stack(row)
@@ -110,18 +116,26 @@ class _PictureReader:
 
 def _vectors(data: Any, column: str, file: Path) -> np.ndarray:
     """A column as (T, n) float32."""
-    values = np.asarray(_entry(data, column, file))
-    if values.ndim != 2:
-        raise DatasetError(f"{file}: data/{column} has the shape {values.shape}, not (steps, elements)")
-    return values.astype(np.float32)
+    entry = _entry(data, column, file)
+    if len(entry.shape) != 2 or entry.size > _MOST_NUMBERS:
+        raise DatasetError(f"{file}: data/{column} has the shape {entry.shape}, not (steps, elements)")
+    return np.asarray(entry).astype(np.float32)
 
 
 def _entry(group: Any, column: str, file: Path) -> Any:
+    import h5py
+
     if column not in group:
         parent = group.name.strip("/")
         there = ", ".join(group[column.split("/")[0]]) if column.split("/")[0] in group else ", ".join(group)
         raise DatasetError(f"{file}: no {f'{parent}/' if parent else ''}{column}; there is {there or 'nothing'}")
-    return group[column]
+    entry = group
+    for part in column.split("/"):
+        is_own = isinstance(entry.get(part, getlink=True), h5py.HardLink)
+        entry = entry[part] if is_own else None
+        if not is_own or (isinstance(entry, h5py.Dataset) and (entry.external or entry.is_virtual)):
+            raise DatasetError(f"{file}: {group.name}/{column} lies elsewhere, perhaps in another file: not read")
+    return entry
 
 
 def _instruction(file: Path, attributes: Any) -> str:
@@ -129,7 +143,7 @@ def _instruction(file: Path, attributes: Any) -> str:
     if file.stem.endswith("_demo"):
         return _SCENE.sub("", file.stem.removesuffix("_demo")).replace("_", " ")
     try:
-        words = json.loads(attributes["problem_info"])["language_instruction"]
+        words = parse(attributes["problem_info"])["language_instruction"]
     except (KeyError, ValueError, TypeError):
         raise DatasetError(
             f"{file}: neither its name (TASK_demo.hdf5) nor data.problem_info tells the instruction"

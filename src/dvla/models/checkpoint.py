@@ -106,9 +106,9 @@ def open_checkpoint(
         raise files.error("lerobot's layout cannot take new statistics: keep its own with model.unnorm_key=lerobot")
     try:
         config, statistics = openers[model.name](folder, files, dict(model.options), model.unnorm_key, statistics)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:  # they may hold anything
         raise files.error(f"its JSON files are not as expected ({type(error).__name__}: {error})") from error
     tokenizer = None
     if with_tokenizer:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dvla.config import ConfigError
+from dvla.runtime.confined_path import inside
+from dvla.runtime.json_file import parse
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -88,7 +90,7 @@ class CheckpointFiles:
     def read_json(self, name: str) -> Any:
         """Content of a JSON file of the folder; raises ConfigError if it is not there or no JSON."""
         try:
-            return json.loads((self.folder / name).read_text(encoding="utf-8"))
+            return parse((self.folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise self.error(f"no {name}") from None
         except (OSError, ValueError) as error:
@@ -119,22 +121,33 @@ class CheckpointFiles:
         return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU; its bytes may belong to the file, so they must not be changed."""
+        """One tensor, on the CPU; its bytes may belong to the file, so they must not be changed.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
         info = self.tensors[name]
-        if info.file not in self._open:
-            self._open[info.file] = safe_open(info.file, framework="pt")
-        file = self._open[info.file]
-        return file[info.key] if isinstance(file, dict) else file.get_tensor(info.key)
+        try:
+            if info.file not in self._open:
+                self._open[info.file] = safe_open(info.file, framework="pt")
+            file = self._open[info.file]
+            return file[info.key] if isinstance(file, dict) else file.get_tensor(info.key)
+        except (OSError, SafetensorError) as error:
+            raise self.error(f"{name} of {info.file.name} cannot be read ({error})") from error
 
     def _add_shards(self) -> None:
         index = self.read_json(INDEX_FILE)
         shard_of = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(shard_of, dict):
             raise self.error(f"{INDEX_FILE} has no weight_map")
-        for shard in dict.fromkeys(shard_of.values()):
-            if not (self.folder / shard).exists():
+        for shard in dict.fromkeys(map(str, shard_of.values())):
+            try:
+                path = inside(self.folder, shard)
+            except ValueError as error:
+                raise self.error(f"{INDEX_FILE}: {error}") from error
+            if not path.is_file():
                 raise self.error(f"{shard}, named in {INDEX_FILE}, is missing")
-            found = self._safetensors_header(self.folder / shard)
+            found = self._safetensors_header(path)
             named = {name for name, place in shard_of.items() if place == shard}
             if absent := sorted(named - set(found)):
                 raise self.error(f"{absent[0]} is not in {shard}, where {INDEX_FILE} says it is")
@@ -149,14 +162,11 @@ class CheckpointFiles:
                 (length,) = struct.unpack("<Q", file.read(8))
                 if length > size:
                     raise ValueError(f"its header should be {length} bytes long")
-                header = json.loads(file.read(length))
+                header = parse(file.read(length))
             self.metadata |= header.pop("__metadata__", {})
             end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            found = {
-                name: TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]], path, name)
-                for name, entry in header.items()
-            }
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+            found = {name: _tensor_info(path, name, entry) for name, entry in header.items()}
+        except Exception as error:  # a header may hold anything
             raise self.error(f"{path.name} cannot be read ({error})") from error
         if end != size:
             raise self.error(f"{path.name} is damaged: it has {size} bytes, its header says {end}")
@@ -172,6 +182,15 @@ class CheckpointFiles:
             }
         except Exception as error:  # unpickling fails in many ways
             raise self.error(f"{path.name} cannot be read ({error})") from error
+
+
+def _tensor_info(path: Path, name: str, entry: Mapping[str, Any]) -> TensorInfo:
+    """A tensor by its entry in the header of `path`; raises what comes if that is damaged."""
+    shape, dtype = tuple(torch.Size(entry["shape"])), _DTYPES[entry["dtype"]]
+    begin, end = entry["data_offsets"]
+    if min((begin, *shape)) < 0 or math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError(f"{name} of shape {shape} cannot take up bytes {begin} to {end}")
+    return TensorInfo(shape, dtype, path, name)
 
 
 def write_safetensors(

@@ -6,7 +6,6 @@ fine-tuned on, and every publisher stores them in a file of their own kind.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dvla.config import ConfigError
+from dvla.runtime.confined_path import inside
+from dvla.runtime.json_file import read_object
 
 _OPENVLA_EPS, _OPENPI_EPS, _LEROBOT_EPS = 1e-8, 1e-6, 1e-8
 _LEROBOT_KEY = "lerobot"
@@ -140,7 +141,7 @@ def read_pi05_statistics(folder: Path, unnorm_key: str | None) -> Statistics:
     steps = _read_json(folder / "policy_preprocessor.json").get("steps", [])
     for step in steps:
         if str(step.get("state_file")).endswith("normalizer_processor.safetensors"):
-            known[_LEROBOT_KEY] = folder / step["state_file"]
+            known[_LEROBOT_KEY] = inside(folder, step["state_file"])
             lerobot = step.get("config", {})
     if not known:
         raise ConfigError(
@@ -225,12 +226,4 @@ def _only(fitting: Sequence[str], known: Mapping[str, Any], folder: Path, unnorm
 
 def _read_json(path: Path) -> dict[str, Any]:
     """An object; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.checkpoint: {path} cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"model.checkpoint: {path} holds no object")
-    return content
+    return read_object(path, lambda text: ConfigError(f"model.checkpoint: {text}")) if path.is_file() else {}

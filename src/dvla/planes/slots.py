@@ -115,7 +115,7 @@ def layout_bytes(layout: list[SlotField]) -> int:
 
 
 def create_memory(name: str, num_bytes: int) -> int:
-    """Make an anonymous shared-memory file (only this process and those it is handed to can reach it).
+    """Make an anonymous shared-memory file (only this user's processes and those it is handed to can reach it).
 
     Returns:
         Its file descriptor.
@@ -130,6 +130,7 @@ def create_memory(name: str, num_bytes: int) -> int:
             "runtime.num_slots, algo.groups_per_step, algo.max_staleness or env.image_size"
         )
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.fchmod(descriptor, 0o600)  # it has no name, but others could open it by /proc/PID/fd
     os.ftruncate(descriptor, num_bytes)
     return descriptor
 

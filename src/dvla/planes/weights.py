@@ -115,6 +115,7 @@ def _create_memory(num_bytes: int) -> int:
     if num_bytes > available:
         raise MemoryError(f"{available / 2**20:.0f} MiB are free")
     descriptor = os.memfd_create("dvla-weights", os.MFD_CLOEXEC)
+    os.fchmod(descriptor, 0o600)  # it has no name, but other users could open it by /proc/PID/fd
     os.ftruncate(descriptor, num_bytes)
     return descriptor
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dvla.config import ConfigError
 from dvla.runtime.run_folder import point_link
+from dvla.runtime.safe_reading import planner, reader
 
 _TRAINABLE = StateDictOptions(ignore_frozen_params=True, strict=False)
 COMPLETE = "COMPLETE.json"
@@ -98,7 +99,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, gr
     """Read a complete checkpoint into model and optimiser, whatever the number of ranks that wrote it."""
     state = _state(model, optimizer, read_train_state(folder)["policy_version"])
     with _Together(group, f"checkpoint {folder}"):
-        dcp_load(state, checkpoint_id=folder, process_group=group)
+        dcp_load(state, storage_reader=reader(folder), planner=planner(), process_group=group)
     set_model_state_dict(model, state["model"], options=_TRAINABLE)
     if "optimizer" in state:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -114,7 +115,7 @@ def load_plain(folder: Path, model: nn.Module) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is not: this rank reads for itself
-            dcp_load(state, checkpoint_id=folder, no_dist=True)
+            dcp_load(state, storage_reader=reader(folder), planner=planner(), no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"the weights in {folder} do not fit this policy in this environment: {cause}") from error
