@@ -46,9 +46,24 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}   #
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1                                    # or restarted ranks look for the dead ones
 export MUJOCO_GL=${MUJOCO_GL:-$(launch/system_packages.sh --renderer)}
 
+# The ranks of one machine find each other by a file without a name, and by ports of the loopback interface: those that
+# torchrun opens for --standalone can be reached from everywhere.
+arguments=()
+for argument; do
+  if [[ $argument != --standalone ]]; then
+    arguments+=("$argument")
+    continue
+  fi
+  file=$(mktemp)
+  exec {meeting}<>"$file"
+  rm "$file"
+  arguments+=(--rdzv-backend c10d --rdzv-endpoint "/proc/self/fd/$meeting" --rdzv-id "dvla-$$" --local-addr localhost
+    --rdzv-conf "store_type=file,keep_alive_interval=600") # every sign of life makes the file a little longer
+done
+
 trap stop INT TERM HUP QUIT USR1
 # Should this script be killed, torchrun gets SIGTERM, on which it ends its ranks.
-setsid setpriv --pdeathsig TERM env --ignore-signal=USR1 .venv/bin/torchrun "$@" </dev/null &
+setsid setpriv --pdeathsig TERM env --ignore-signal=USR1 .venv/bin/torchrun "${arguments[@]}" </dev/null &
 torchrun=$!
 while kill -0 "$torchrun" 2>/dev/null; do
   wait "$torchrun" || true # a signal ends the wait, not torchrun

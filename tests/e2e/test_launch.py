@@ -174,7 +174,6 @@ def test_bare_torchrun_resumes_too_when_it_starts_its_ranks_again(tmp_path):
             "run.clean=true",
         ],
         cwd=REPOSITORY,
-        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from dvla.config import ConfigError, PlacementConfig
@@ -146,7 +146,11 @@ def join_world(
         device = choose_device(wanted, local_rank, local_world_size)
     except ConfigError as error:  # perhaps of this node alone: the others must hear of it
         fault = str(error)
-    store = _open_store(rank, join_timeout_s)
+    is_one_node = world_size == local_world_size
+    if is_one_node:  # nothing that other machines could reach; gloo and NCCL would listen on the first network there is
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    store = _open_store(rank, join_timeout_s, is_one_node=is_one_node)
     mine = _Place(node, local_world_size, socket.gethostname(), fault)
     places = _meet(store, mine, rank, world_size, join_timeout_s)
     _check(places)
@@ -201,22 +205,38 @@ def join_world(
     )
 
 
-def _open_store(rank: int, timeout_s: float) -> Store:
-    """The key-value store that groups are made with: torchrun's own, or one on rank 0."""
+def _open_store(rank: int, timeout_s: float, *, is_one_node: bool) -> Store:
+    """The key-value store that groups are made with: torchrun's own, or one on rank 0.
+
+    Torchrun's outlives ranks that it starts again, which must not look for each other at the addresses that those before
+    them left there. On several nodes their counts of restarts may differ and so cannot tell these apart.
+    """
     if "RANK" not in os.environ:
         return HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_torchruns and restart_count() and not is_one_node:
+        raise JoinError(
+            "on several nodes ranks can only be started again with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment "
+            "of torchrun (launch/torchrun.sh sets it)"
+        )
+    listening = None
     try:
-        return TCPStore(
+        if is_one_node and not is_torchruns:  # bound here, as the store itself would listen on every network
+            host = "127.0.0.1"
+            listening = socket.create_server((host, port)).detach() if rank == 0 else None
+        store = TCPStore(
             host,
             port,
-            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            is_master=rank == 0 and not is_torchruns,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,  # `_meet` waits, and knows whom for
+            master_listen_fd=listening,
         )
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise JoinError(f"rank {rank} cannot reach the store of rank 0 at {host}:{port}: {reason}") from error
+    return PrefixStore(f"attempt_{restart_count()}", store) if is_one_node else store
 
 
 def _meet(store: Store, place: _Place, rank: int, world_size: int, timeout_s: float) -> list[_Place]:
