@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from dvla.config import Config, ConfigError, SftConfig, to_plain
+from dvla.telemetry.redact import redact
 
 
 def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
@@ -47,7 +48,7 @@ def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
         attempt_logs = logs / f"attempt_{attempt}"
         attempt_logs.mkdir()
         point_link(logs / "latest", attempt_logs.name)
-        (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False))
+        (folder / "config.yaml").write_text(redact(yaml.safe_dump(to_plain(config), sort_keys=False)))
         (folder / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
@@ -99,6 +100,6 @@ def _environment() -> dict[str, object]:
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "command": sys.argv,
+        "command": [redact(word) for word in sys.argv],
         "versions": versions,
     }

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import TextIO
 
 from dvla.telemetry.lane_names import lane_of_thread
+from dvla.telemetry.redact import redact
 
 
 class _LaneFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
         record.lane = lane_of_thread(record.threadName or "?")
         return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 class _CurrentStderr(logging.StreamHandler):

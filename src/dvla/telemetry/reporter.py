@@ -16,6 +16,7 @@ from dvla.telemetry.film import save_film
 from dvla.telemetry.lane_clock import LaneClock, LaneUse
 from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.metrics import MetricsWriter
+from dvla.telemetry.redact import redact
 from dvla.telemetry.summary import LANE_KEYS, first_last_mean, write_summary
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Reporter:
         if self._world.is_main:
             tensorboard = self._config.telemetry.tensorboard
             self._metrics = MetricsWriter(self._folder, tensorboard=tensorboard, resume_at=policy_version)
-            self._metrics.add_text("config", yaml.safe_dump(to_plain(self._config), sort_keys=False))
+            self._metrics.add_text("config", redact(yaml.safe_dump(to_plain(self._config), sort_keys=False)))
         self._console.training(policy_version)
 
     def training_ends(self, *, groups_lost: int) -> None:

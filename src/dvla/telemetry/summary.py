@@ -11,6 +11,7 @@ from typing import Any
 
 from dvla.telemetry.atomic_file import write_atomically
 from dvla.telemetry.lane_names import LANES
+from dvla.telemetry.redact import redact
 
 SUMMARY_KEYS = (
     *("run", "exit", "error", "schedule", "placement", "device", "world_size", "nodes", "model", "env"),
@@ -49,7 +50,7 @@ def write_summary(path: Path, values: Mapping[str, Any]) -> None:
     ordered = {key: values[key] for key in SUMMARY_KEYS} | dict(values)
     ordered["lanes"] = {lane: {key: (lanes.get(lane) or {}).get(key) for key in LANE_KEYS} for lane in LANES}
     finite = json.loads(json.dumps(ordered), parse_constant=lambda _: None)  # JSON has no word for the others
-    write_atomically(path, [json.dumps(finite, indent=1) + "\n"])
+    write_atomically(path, [redact(json.dumps(finite, indent=1)) + "\n"])
 
 
 def first_last_mean(values: Sequence[float], fraction: float = 0.2) -> tuple[float | None, float | None]:
