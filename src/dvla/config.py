@@ -210,8 +210,8 @@ class EnvConfig:
         """Check the fields."""
         _require(self.max_episode_steps >= 1, "env.max_episode_steps must be at least 1")
         _require(
-            not self.cameras or min(self.image_size) >= 1,
-            f"env.image_size={list(self.image_size)}: height and width must be at least 1 pixel",
+            not self.cameras or (len(self.image_size) == 2 and min(self.image_size) >= 1),
+            f"env.image_size={list(self.image_size)}: give height and width, each at least 1 pixel",
         )
         _require(len(set(self.cameras)) == len(self.cameras), "env.cameras names a camera twice")
 
@@ -715,7 +715,8 @@ class DataConfig:
             "data.name: several datasets need a name for their statistics",
         )
         _require(
-            self.image_size is None or min(self.image_size) >= 1, "data.image_size must be at least 1 pixel each way"
+            self.image_size is None or (len(self.image_size) == 2 and min(self.image_size) >= 1),
+            "data.image_size must be height and width, each at least 1 pixel, or null",
         )
         _require(self.gripper_open in (None, 1.0, -1.0), "data.gripper_open must be 1, -1 or null")
         _require(self.cache_gib > 0, "data.cache_gib must be above 0")
@@ -838,7 +839,7 @@ def load_as(schema: type[Schema], composed: DictConfig) -> Schema:
         # As plain values first: a key that was forced in with + would pass for one of the schema's.
         plain = OmegaConf.create(OmegaConf.to_container(composed))
         result: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:  # the latter: an int beyond all floats
         key = getattr(error, "full_key", None)
         first = str(error).splitlines()[0]
         raise ConfigError(f"{key}: {first}" if key else first) from error

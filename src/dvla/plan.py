@@ -61,7 +61,7 @@ class PlanConfig:
         for key, least in (("num_cameras", 0), ("state_dim", 0), ("action_dim", 1), ("micro_batch_size", 1)):
             if getattr(self, key) < least:
                 raise ConfigError(f"{key} must be at least {least}")
-        if min(self.image_size) < 1:
+        if len(self.image_size) != 2 or min(self.image_size) < 1:
             raise ConfigError(f"image_size={list(self.image_size)}: height and width must be at least 1 pixel")
         if self.prompt_tokens is not None and self.prompt_tokens < 2:
             raise ConfigError("prompt_tokens must be at least 2, or null")

@@ -143,9 +143,10 @@ class CheckpointFiles:
         for shard in dict.fromkeys(map(str, shard_of.values())):
             try:
                 path = inside(self.folder, shard)
-            except ValueError as error:
+                is_there = path.is_file()
+            except (OSError, ValueError) as error:
                 raise self.error(f"{INDEX_FILE}: {error}") from error
-            if not path.is_file():
+            if not is_there:
                 raise self.error(f"{shard}, named in {INDEX_FILE}, is missing")
             found = self._safetensors_header(path)
             named = {name for name, place in shard_of.items() if place == shard}
