@@ -65,6 +65,10 @@ lint: setup ## ruff, mypy, shellcheck
 	$(BIN)/mypy
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 
+.PHONY: audit
+audit: setup ## known vulnerabilities of the pinned dependencies; asks PyPI, so it is no part of the tests
+	$(BIN)/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r launch/constraints.txt $(ARGS)
+
 .PHONY: fmt
 fmt: setup ## format and fix what ruff can fix
 	$(BIN)/ruff format .
