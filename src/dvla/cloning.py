@@ -40,7 +40,7 @@ from dvla.rl.learning_rate import lr_factor
 from dvla.rl.noise import decision_keys
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.device import compute_threads
-from dvla.runtime.failure import describe, first_failure
+from dvla.runtime.failure import Failure, RunFailedError, settle
 from dvla.runtime.resuming import open_run
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.metrics import FILE_NAME, MetricsWriter, read_metrics
@@ -93,9 +93,11 @@ def clone(config: SftConfig, stop_request: StopRequest) -> int:
         _train(config, task, world, resume_from, stop_request, summary)
     except BaseException as error:
         logger.error("the run failed", exc_info=error, extra={"file_only": True})
-        rank, message = first_failure(logs, world.rank, describe(error))
-        summary["error"] = message if rank == world.rank else f"rank {rank}: {message}"
-        raise
+        first = settle(logs, Failure.of(world.rank, error))[0]
+        summary["error"] = first.told_by(world.rank)
+        if isinstance(error, ConfigError):
+            raise
+        raise RunFailedError(first) from error
     finally:
         if world.is_main:
             summary["wall_s"] = time.monotonic() - begin

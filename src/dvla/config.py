@@ -476,6 +476,9 @@ class RuntimeConfig:
     """Seconds one control step, picture or reset of a simulator may take before its worker is replaced."""
     max_worker_failures: int = 3
     """Failures in a row of the simulators of one task that are made good; one more ends the run."""
+    watchdog_s: float = 900.0
+    """Seconds without any sign that the run gets on, or after a wish to stop, before it ends with the stacks of all threads
+    and exit code 3; half as long for a rank without any sign of life."""
     collective_timeout_s: float = 3600.0
     """Seconds a collective may take before its group gives up."""
 
@@ -497,9 +500,10 @@ class RuntimeConfig:
             f"runtime.num_workers={self.num_workers} processes: raise runtime.num_workers",
         )
         _require(
-            self.collective_timeout_s > self.wait_timeout_s,
-            "runtime.collective_timeout_s must be above runtime.wait_timeout_s: a lane that waits for its own rank must "
-            "give up, and say for what, before the other ranks lose patience with it",
+            self.wait_timeout_s <= self.watchdog_s < self.collective_timeout_s,
+            f"runtime.watchdog_s={self.watchdog_s:g} must be at least runtime.wait_timeout_s={self.wait_timeout_s:g} and "
+            f"below runtime.collective_timeout_s={self.collective_timeout_s:g}: a lane that waits for its own rank must give "
+            "up, and say for what, before the run is given up, and that before the other ranks lose patience",
         )
         _require(self.max_wait_s >= 0, "runtime.max_wait_s must be at least 0")
         _require(

@@ -6,13 +6,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
 
 from dvla.config import ConfigError, register
-from dvla.runtime.failure import describe, tell_torchrun
+from dvla.runtime.failure import EXIT_FAILED, EXIT_SETTING, Failure, RunFailedError, announce
 from dvla.runtime.processes import die_with_parent, set_title
 from dvla.runtime.stop_request import StopRequest
 
@@ -42,13 +43,13 @@ def start_rank(config_name: str, title: str, work: Callable[[DictConfig, StopReq
     def start(composed: DictConfig) -> None:
         try:
             code = work(composed, stop_request)
+        except ConfigError as error:  # found by all ranks: one says it
+            code = EXIT_SETTING
+            if rank == 0:
+                announce(replace(Failure.of(rank, error), message=str(error), traceback=""), rank)
         except BaseException as error:
-            message = str(error) if isinstance(error, ConfigError) else describe(error)
-            tell_torchrun(message)
-            # A wrong setting is found by all ranks: one says it.
-            if rank == 0 or not isinstance(error, ConfigError):
-                sys.stderr.write(f"dvla: rank {rank}: error: {message}\n")
-            code = 2 if isinstance(error, ConfigError) else 1
+            code = EXIT_FAILED
+            announce(error.first if isinstance(error, RunFailedError) else Failure.of(rank, error), rank)
         _leave(code)
 
     start()

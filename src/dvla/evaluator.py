@@ -29,7 +29,7 @@ from dvla.lanes.evaluation_episodes import (
     states_of_tasks,
 )
 from dvla.lanes.inference import InferenceLane
-from dvla.lanes.lane import ErrorBoard
+from dvla.lanes.lane import ErrorBoard, Lane
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.sampling import SamplingLane
 from dvla.lanes.stages import Stages
@@ -39,7 +39,7 @@ from dvla.models.trained import run_config, trained_policy
 from dvla.planes.data_plane import plan_slots, slots_of_own
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
-from dvla.planes.semaphore import StopFlag, wait_any
+from dvla.planes.semaphore import StopFlag, WaitTimeoutError, wait_any
 from dvla.planes.shared_transport import SharedTransport, local_links
 from dvla.planes.transport import Kind, Parcel
 from dvla.planes.weights import Replica
@@ -202,7 +202,7 @@ def play(
     learners, here = (SharedTransport(world.rank, [end], stop, runtime.wait_timeout_s) for end in ends)
     restarts: list[None] = []
     tracer = Tracer(world.rank, False)
-    lanes = [
+    lanes: list[Lane] = [
         SamplingLane(
             pool=pool,
             sources=[
@@ -251,7 +251,7 @@ def play(
         ),
     ]
     here.send(Parcel(Kind.round, world.rank, version=version))
-    errors = ErrorBoard(stop)
+    errors = ErrorBoard(stop, world.rank)
     threads = [lane.start(errors) for lane in lanes]
     outcomes: list[Outcome] = []
 
@@ -268,14 +268,18 @@ def play(
             rate = sum(outcome.success for outcome in outcomes) / max(len(outcomes), 1)
             progress.update(len(outcomes), f"success rate {rate:.3f}")
     stop.set()
-    for thread in threads:
-        thread.join()
+    deadline = time.monotonic() + runtime.wait_timeout_s
+    for lane, thread in zip(lanes, threads, strict=True):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            limit = f"did not end within {runtime.wait_timeout_s:.0f} s"
+            errors.report(
+                lane.name, WaitTimeoutError(f"{limit}; raise runtime.wait_timeout_s if a decision takes longer")
+            )
     read()
     data.close()
-    error = None
-    if errors.first is not None:
-        lane, error = errors.first
-        error.add_note(f"in lane {lane}")
+    error = errors.first
+    if error is not None:
         logger.error("the evaluation failed: %s", describe(error))
         logger.info("its traceback", exc_info=error, extra={"file_only": True})
     return Played(outcomes, len(restarts), error)

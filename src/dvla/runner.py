@@ -51,10 +51,11 @@ from dvla.planes.slots import SlotShares, layout_bytes
 from dvla.planes.tickets import TicketBook
 from dvla.planes.weights import HostBuffers, Replica, ShardWriter, num_host_buffers
 from dvla.runtime.device import compute_threads, finish_copies
-from dvla.runtime.failure import describe, first_failure
+from dvla.runtime.failure import Failure, RunFailedError, settle
 from dvla.runtime.memory import Memory, Pool
 from dvla.runtime.placement import ROLES, describe_placement, place
 from dvla.runtime.resuming import open_run, require_same_policy, resume, saver
+from dvla.runtime.supervisor import Supervisor
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.lane_names import LANES
@@ -109,10 +110,15 @@ def run(config: Config, stop_request: StopRequest) -> int:
     except BaseException as first:
         error = memory.explain(first)
         logger.error("the run failed", exc_info=error, extra={"file_only": True})
+        failures, summary = settle(logs, Failure.of(world.rank, error)), config.run.folder / "summary.json"
         with contextlib.suppress(OSError):  # a full disk must not hide what happened first
-            rank, message = first_failure(logs, world.rank, describe(error))
-            reporter.finish("failed", message if rank == world.rank else f"rank {rank}: {message}")
-        raise error from error.__cause__
+            writer = None
+            if world.main_rank not in {failure.rank for failure in failures} and not summary.exists():
+                writer = min(failure.rank for failure in failures)  # the main rank was killed
+            reporter.finish("failed", failures[0].told_by(world.rank), writer=writer)
+        if isinstance(error, ConfigError):
+            raise error from error.__cause__
+        raise RunFailedError(failures[0]) from error
     return 0
 
 
@@ -291,11 +297,23 @@ def _run_lanes(
         )
         finish_copies(world.device)  # the lanes have streams of their own
         rank_lanes = RankLanes(lanes, node, meet, stop, world, memory.usage)
+        supervisor = Supervisor(
+            world=world,
+            runtime=runtime,
+            logs=logs,
+            board=node.board,
+            clocks={name: lane.clock for name, lane in lanes.items()},
+            state=rank_lanes.state,
+            stop=stop,
+            stop_request=stop_request,
+            finish=reporter.fail,
+        )
         try:
-            if runtime.schedule is Schedule.serial:
-                rank_lanes.run_serial()
-            else:
-                rank_lanes.run_overlapped(stop_request)
+            with supervisor:
+                if runtime.schedule is Schedule.serial:
+                    rank_lanes.run_serial()
+                else:
+                    rank_lanes.run_overlapped(stop_request, supervisor.note_error)
         finally:
             for clock in clocks.values():
                 clock.stop()

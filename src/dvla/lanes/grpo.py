@@ -137,6 +137,7 @@ class GrpoLane(Lane):
         self._restarts_counted = 0
         self._publications = 0
         self._has_stream = False
+        self._compiles = config.runtime.compile_learner  # the first micro-batch does
         self._cursor = book.cursor()  # as of the last version: groups begun since are lost with a stop, and begin anew
         self._saved_version = saved_version
         self.policy_version = policy_version
@@ -189,7 +190,8 @@ class GrpoLane(Lane):
                 self._held.append(group)
         timings = {"time/wait_groups_s": waited, "time/publish_s": 0.0}
         if self._critic is not None:
-            assessments, judged = self._critic.assess(self._held)
+            with self.clock.doing("collective: advantages", "grpo"):
+                assessments, judged = self._critic.assess(self._held)
             timings |= judged
             for group, assessment in zip(self._held, assessments, strict=True):
                 parts += self._cut(group, tally, assessment)
@@ -210,7 +212,8 @@ class GrpoLane(Lane):
         tally.worker_restarts, self._restarts_counted = restarts - self._restarts_counted, restarts
         tally.logprob_gap_max = max(map(float, self._gaps))
         self._gaps.clear()
-        tally.reduce(self._world.learners_pg)
+        with self.clock.doing("collective: add up the batch", "grpo"):
+            tally.reduce(self._world.learners_pg)
         timings["time/step_s"] = time.monotonic() - begin
         self.clock.count()
         self._on_step(StepReport(self.policy_version, tally, timings | metrics, frames))
@@ -226,9 +229,13 @@ class GrpoLane(Lane):
         return self.policy_version // every > (self.policy_version - self._algo.update_epochs) // every
 
     def _finish_step(self) -> dict[str, float]:
-        with self.tracer.span("optimise", version=self.policy_version + 1):
+        with (
+            self.tracer.span("optimise", version=self.policy_version + 1),
+            self.clock.doing("collective: optimise", "grpo"),
+        ):
             metrics = self._learner.step(self.policy_version)
         self.policy_version += 1
+        self.clock.beat()
         return metrics
 
     def _timed(self, work: Callable[[], None]) -> float:
@@ -249,7 +256,9 @@ class GrpoLane(Lane):
         if self._evaluation is None:
             return
         self._read()
-        if self._evaluation.reduce(self._world.learners_pg):
+        with self.clock.doing("collective: how far the evaluation is", "grpo"):
+            is_over = self._evaluation.reduce(self._world.learners_pg)
+        if is_over:
             self._on_evaluation(self._evaluation.metrics())
             self._evaluation = None
 
@@ -346,6 +355,7 @@ class GrpoLane(Lane):
                 is_kept = not self._algo.filter_zero_signal or tally.groups_dropped >= self._max_dropped
                 if is_kept or has_signal(returns):
                     self._book.take(group.id)
+                    self.clock.beat()
                     return group
                 tally.groups_dropped += 1
                 self._book.drop(group.id)
@@ -353,15 +363,16 @@ class GrpoLane(Lane):
                 self._order(is_batch=False)
             else:
                 timeout_s = self._config.runtime.wait_timeout_s
-                if not self.wait_for(timeout_s):
-                    raise WaitTimeoutError(
-                        f"lane grpo waited {timeout_s:.0f} s for a finished group at version {self.policy_version}; raise "
-                        "runtime.wait_timeout_s if sampling can take that long"
-                    )
+                with self.clock.doing("a finished group", "sampling"):
+                    if not self.wait_for(timeout_s):
+                        raise WaitTimeoutError(
+                            f"lane grpo waited {timeout_s:.0f} s for a finished group at version {self.policy_version}; "
+                            "raise runtime.wait_timeout_s if sampling can take that long"
+                        )
         return None
 
     def _block_for(self, seconds: float) -> bool:
-        with self.clock.waiting():
+        with self.clock.waiting("a finished group or evaluation", "sampling"):
             is_ready = wait_any([self._stop, self._stop_request, self._samplers], max(0.0, seconds))
         if self._stop.is_set():
             raise Stopped
@@ -385,7 +396,7 @@ class GrpoLane(Lane):
         looks = [] if group is None else critic.looks(group)
         rounds = self._agree(len(looks), stop=group is None)
         assert group is not None
-        with self.tracer.span("value", size=rounds):
+        with self.tracer.span("value", size=rounds), self.clock.doing("collective: values", "grpo"):
             critic.value(looks, rounds)
         self._held.append(group)
 
@@ -429,7 +440,7 @@ class GrpoLane(Lane):
     def _agree(self, num_parts: int, *, stop: bool, may_stop: bool = True) -> int:
         """The largest number of micro-batches any rank has; ends the run when any rank is to stop."""
         wish = torch.tensor([num_parts, int(may_stop and (stop or self._stop_request.is_set()))])
-        with self.tracer.span("agree"), self.clock.waiting():
+        with self.tracer.span("agree"), self.clock.waiting("collective: agree on micro-batches and a stop", "grpo"):
             dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._world.learners_pg)
         if wish[1]:
             self._learner.abandon()
@@ -456,8 +467,13 @@ class GrpoLane(Lane):
                 old_values=None if part.old_values is None else part.old_values.to(device),
                 returns=None if part.returns is None else part.returns.to(device),
             )
-            with self.tracer.span("gradient", size=len(part.slots)):
+            with (
+                self.tracer.span("gradient", size=len(part.slots)),
+                self.clock.doing("collective: gradient", "grpo", is_patient=self._compiles),
+            ):
                 logprobs, stats, gap = self._learner.accumulate(batch, is_last=is_last_group and index == rounds - 1)
+            self._compiles = False
+            self.clock.beat()
             tally.loss.add_(stats)
             self._gaps.append(gap)  # read at the end of the batch: reading now would wait for the device
             if self._algo.update_epochs > 1 and part.prox_logprobs is None:
@@ -467,11 +483,11 @@ class GrpoLane(Lane):
 
     def publish(self) -> None:
         """Write this rank's shards into the next host buffer and hand it to param_dist."""
-        with self.clock.waiting():
+        with self.clock.waiting("host_free", "param_dist"):
             self._meet.host_free.acquire("param_dist to send the version before the last")
         buffer = self._publications % self._writer.num_buffers
         self._publications += 1
-        with self.tracer.span("publish", version=self.policy_version):
+        with self.tracer.span("publish", version=self.policy_version), self.clock.doing("publish", "grpo"):
             self._writer.write(buffer)
             verify = self._config.runtime.verify_weights
             digest = learner_digest(self._manifest, self._learner.parameters()) if verify else None
@@ -479,7 +495,10 @@ class GrpoLane(Lane):
         self.after_publish()
 
     def _checkpoint(self) -> None:
-        with self.tracer.span("checkpoint", version=self.policy_version):
+        with (
+            self.tracer.span("checkpoint", version=self.policy_version),
+            self.clock.doing("collective: checkpoint", "grpo", is_patient=True),
+        ):
             self._save(self.policy_version, self._cursor)
         self._saved_version = self.policy_version
 

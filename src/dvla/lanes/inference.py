@@ -107,7 +107,7 @@ class InferenceLane(Lane):
         if batch := self._take_batch(self._max_wait_s):
             self.serve(batch)
             return
-        with self.clock.waiting():
+        with self.clock.waiting("requests", "sampling"):
             # Idling is not a fault: the lanes that wait for this one keep the time.
             sets_free = self._meet.group_ends if self._open_groups else self._meet.arrived
             wait_any([*self._sources(), sets_free.semaphore], 60.0)
@@ -135,6 +135,7 @@ class InferenceLane(Lane):
             if self._verify_weights and self._replica.digest() != arrival.digest:
                 raise WeightPlaneError(f"the replica's weights of version {arrival.version} differ from the learner's")
         self.applied_version = arrival.version
+        self.clock.beat()
         self._meet.staging_free.release()
         early, self._early = self._early, []
         for request in early:
@@ -171,7 +172,7 @@ class InferenceLane(Lane):
                 if self._times is not None:
                     left = min(left, self._times.worth_waiting_s(len(queue), left))
                 before = len(queue)
-                with self.clock.waiting():
+                with self.clock.waiting("more requests", "sampling"):
                     wait_any(self._sources(), left)
                 if self._stop.is_set():
                     raise Stopped

@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from dvla.planes.semaphore import StopFlag, Stopped
+from dvla.runtime.failure import Failure, note_lane
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dvla.telemetry.lane_clock import LaneClock
     from dvla.telemetry.trace import Tracer
 
 
-class ErrorBoard:
-    """The first error of any lane of this rank, kept; later ones are consequences and only logged."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self, stop: StopFlag) -> None:
-        self._stop = stop
+
+class ErrorBoard:
+    """The first error of any lane of this rank, kept; later ones are consequences and only logged.
+
+    Args:
+        stop: The rank's stop flag.
+        rank: This rank.
+        tell: Told of the first error before the lanes stop, and of one that turns out to have come before it.
+    """
+
+    def __init__(
+        self, stop: StopFlag, rank: int = 0, tell: Callable[[Failure, BaseException], None] | None = None
+    ) -> None:
+        self._stop, self._rank, self._tell = stop, rank, tell
         self._lock = threading.Lock()
-        self.first: tuple[str, BaseException] | None = None
-        """(lane, exception)."""
+        self._failure: Failure | None = None
+        self.first: BaseException | None = None
+        """Says in which lane it happened."""
 
     def report(self, lane: str, error: BaseException) -> None:
         """Record an error and stop all lanes of the rank."""
-        with self._lock:
-            if self.first is None:
-                self.first = (lane, error)
-        self._stop.set()
+        note_lane(error, lane)
+        failure = Failure.of(self._rank, error)
+        later: BaseException | None = error
+        try:
+            with self._lock:
+                if self._failure is None or failure.order < self._failure.order:
+                    self._failure, self.first, later = failure, error, self.first
+                    if self._tell is not None:
+                        self._tell(failure, error)
+            if later is not None:
+                logger.warning("not the first error:", exc_info=later, extra={"file_only": True})
+        finally:
+            self._stop.set()
 
 
 class Lane(ABC):

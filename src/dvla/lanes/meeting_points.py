@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dvla.planes.semaphore import Channel, Semaphore, StopFlag
 
@@ -48,3 +48,9 @@ class MeetingPoints:
             staging_free=Semaphore("staging_free", 1, stop, timeout_s),
             arrived=Channel("arrived", 1, stop, timeout_s),
         )
+
+    def values(self) -> dict[str, int]:
+        """Free permits of each, by name, for diagnostics."""
+        points: list[Semaphore | Channel[Any]] = [getattr(self, name) for name in self.__slots__]
+        semaphores = [point.semaphore if isinstance(point, Channel) else point for point in points]
+        return {semaphore.name: semaphore.value() for semaphore in semaphores}

@@ -61,13 +61,17 @@ class ParamDistLane(Lane):
 
     def step(self) -> None:
         """Distribute one version."""
-        with self.clock.waiting():
+        with self.clock.waiting("published", "grpo"):
             publication = self._next_publication()
         begin = time.monotonic()
-        with self.tracer.span("gather", version=publication.version):
+        with (
+            self.tracer.span("gather", version=publication.version),
+            self.clock.doing(f"collective: gather version {publication.version}", "param_dist"),
+        ):
             self._exchange.gather(publication)
         if self._infers:
-            with self.clock.waiting():
+            self.clock.beat()
+            with self.clock.waiting("staging_free", "inference"):
                 self._meet.staging_free.acquire("inference to apply the version before")
         with self.tracer.span("hand over", version=publication.version):
             if self._infers:
@@ -75,7 +79,8 @@ class ParamDistLane(Lane):
             self._sync_seconds.append(time.monotonic() - begin)
             self.clock.count()
             # Once all replicas of the node have applied the version before, the next may be written (see HostBuffers).
-            self._exchange.await_applied(publication)
+            with self.clock.doing(f"collective: replicas apply what came before {publication.version}", "param_dist"):
+                self._exchange.await_applied(publication)
             if not self._first:
                 self._meet.host_free.release()
             self._first = False

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dvla.lanes.sampling import SamplingLane
     from dvla.planes.node import Node
     from dvla.planes.semaphore import StopFlag
+    from dvla.runtime.failure import Failure
     from dvla.runtime.world import World
 
 _LOOK_S = 0.2  # how often a rank tells the board what its lanes do
@@ -64,13 +65,15 @@ class RankLanes:
         assert outcome is not None
         return outcome
 
-    def run_overlapped(self, stop_request: StopFlag) -> None:
-        """Run every lane on a thread of its own until the one that leads ends, or one fails.
+    def run_overlapped(
+        self, stop_request: StopFlag, note_error: Callable[[Failure, BaseException], None] | None = None
+    ) -> None:
+        """Run every lane on a thread of its own until the one that leads ends, or one fails, of which `note_error` is told.
 
         Raises:
             Exception: The first error of any lane.
         """
-        errors = ErrorBoard(self._stop)
+        errors = ErrorBoard(self._stop, self._world.rank, note_error)
         self._tell_board()
         threads = {name: lane.start(errors) for name, lane in self._lanes.items()}
         while threads[self._leads].is_alive() and not self._stop.is_set():
@@ -84,8 +87,9 @@ class RankLanes:
         if errors.first is None:
             if self._leads == "grpo":
                 self._meet.published.put(None)
-            if "param_dist" in threads:  # lets the exchange under way, in which other ranks take part, come to its end
-                threads["param_dist"].join()
+            # Lets the exchange under way, in which other ranks take part, come to its end; the supervisor keeps the time.
+            while "param_dist" in threads and threads["param_dist"].is_alive() and not self._stop.is_set():
+                threads["param_dist"].join(_LOOK_S)
             if errors.first is None:
                 self._node.leave()
         self._stop.set()
@@ -95,9 +99,7 @@ class RankLanes:
                 threads[name].join(max(0.0, deadline - time.monotonic()))
         self._tell_board()
         if errors.first is not None:
-            lane, error = errors.first
-            error.add_note(f"in lane {lane}")
-            raise error
+            raise errors.first
         self.ended_well = True
 
     def _tell_board(self) -> None:
@@ -107,6 +109,19 @@ class RankLanes:
         for name, lane in self._lanes.items():
             self._node.board.note_use(self._world.local_rank, name, lane.clock.total())
 
+    def state(self) -> str:
+        """Semaphores and episode slots as they are, for diagnostics."""
+        lines = [f"semaphore {name}: {value}" for name, value in self._meet.values().items()]
+        lines.append(f"free training slots of the node: {self._node.board.free_slots()}")
+        slots, now = self._node.data.arrays, time.monotonic()
+        for number, beat in enumerate(slots["beat"]):
+            if beat:
+                lines.append(
+                    f"slot {number}: ticket {slots['ticket'][number]}, task {slots['task'][number]}, "
+                    f"{slots['num_decisions'][number]} decisions, simulator moved {now - beat:.0f} s ago"
+                )
+        return "\n".join(lines)
+
     def run_serial(self) -> None:
         """Run the lanes in turn on this thread, each on everything there is, in a fixed order: reproducible to the bit."""
         grpo = cast("GrpoLane", self._lanes["grpo"])
@@ -115,14 +130,14 @@ class RankLanes:
         sampling = cast("SamplingLane", self._lanes["sampling"])
 
         def distribute() -> None:
-            with grpo.clock.waiting():
+            with grpo.clock.waiting("the weights to be handed over", "param_dist"):
                 with param_dist.clock.busy():
                     param_dist.step()
                 with inference.clock.busy():
                     inference.apply_arrived()
 
         def sample(seconds: float) -> bool:
-            with grpo.clock.waiting():
+            with grpo.clock.waiting("a finished group", "sampling"):
                 with sampling.clock.busy():
                     sampling.step_together()
                 with inference.clock.busy():

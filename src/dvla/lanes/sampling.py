@@ -17,6 +17,7 @@ from dvla.planes.transport import Parcel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from dvla.envs.simulators import SimulatorPool
     from dvla.lanes.balance import EnvLimit
@@ -115,7 +116,7 @@ class SamplingLane(Lane):
         # Else it is the want of orders that limits the pace, of which the number of environments shows nothing.
         is_full, begin = len(self._running) == self._limit.limit, time.monotonic()
         num_records = 0
-        with self.clock.waiting():
+        with self._waiting():
             ready = self._wait()
         with self.tracer.span("collect"):
             for worker in ready:
@@ -135,7 +136,7 @@ class SamplingLane(Lane):
         answers: dict[int, tuple[int, Record]] = {}  # with the generation of the worker that gave it
         with self.tracer.span("collect"):
             while len(answers) < len(self._running):
-                with self.clock.waiting():
+                with self.clock.waiting(f"{len(self._running)} simulators"):
                     workers = self._wait(workers_only=True)
                 for worker in workers:
                     for record in self._receive(worker):
@@ -144,6 +145,11 @@ class SamplingLane(Lane):
                 answers = {env: given for env, given in answers.items() if given[0] == self._pool.generation(env)}
             for env in sorted(answers):
                 self._handle(answers[env][1])
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        if self._running:
+            return self.clock.waiting(f"{len(self._running)} simulators or their actions", "inference")
+        return self.clock.waiting("orders", "grpo")
 
     def _wait(self, *, workers_only: bool = False) -> list[Any]:
         """Workers with a message; empty when another rank or lane has sent something."""
@@ -278,6 +284,7 @@ class SamplingLane(Lane):
         logger.info("what that worker left behind:\n%s", getattr(cause, "details", ""), extra={"file_only": True})
         self._pool.replace(worker)
         self._note_restart()
+        self.clock.beat()
         for env in lost:
             self._begin(env)
             for request in self._stages.leaves(env):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,10 +14,25 @@ from dvla.telemetry.lane_names import LANES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FREE_SLOTS, _RESTARTS, _OPEN_GROUPS, _GROUP_SECONDS, _MEASURED_AT, _NUM_COUNTS = range(6)
+_FREE_SLOTS, _RESTARTS, _OPEN_GROUPS, _GROUP_SECONDS, _MEASURED_AT, _HAS_STALLED, _LIFE = range(7)
 _HALF_LIFE_S = 30.0
 _NUM_USES = len(LaneUse._fields)
 _NUM_LANE_NUMBERS = len(LANES) * _NUM_USES
+
+
+class Life(NamedTuple):
+    """The signs of life of a rank."""
+
+    pid: int = 0
+    tick: int = 0
+    """Grows as long as the rank's interpreter runs; 0 before its lanes have begun, -1 once they have ended."""
+    beats: int = 0
+    """Of all its lanes (`dvla.telemetry.lane_clock`)."""
+    is_patient: bool = False
+    """Whether one of them does what may take long without a beat."""
+
+
+_NUM_COUNTS = _LIFE + len(Life._fields)
 
 
 def board_bytes(num_ranks: int) -> int:
@@ -69,6 +84,25 @@ class NodeBoard:
     def restarts(self, rank: int) -> int:
         """Simulator workers of `rank` replaced so far."""
         return int(self._counts[rank, _RESTARTS])
+
+    def note_life(self, rank: int, life: Life) -> None:
+        """Give a sign of life; the rank's supervisor only."""
+        self._counts[rank, _LIFE:] = life
+
+    def lives(self) -> list[Life]:
+        """The signs of life of all ranks."""
+        return [
+            Life(int(pid), int(tick), int(beats), bool(patient))
+            for pid, tick, beats, patient in self._counts[:, _LIFE:]
+        ]
+
+    def note_stall(self, rank: int) -> None:
+        """Have all ranks leave, as the run stands still."""
+        self._counts[rank, _HAS_STALLED] = 1
+
+    def has_stalled(self) -> bool:
+        """Whether a rank found that the run stands still."""
+        return bool(self._counts[:, _HAS_STALLED].any())
 
     def note_use(self, rank: int, lane: str, use: LaneUse) -> None:
         """Say what a lane of this rank has done so far; its main thread only."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
-from typing import TYPE_CHECKING
 
 from dvla.planes.semaphore import StopFlag
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _SAME_PRESS_S = 3.0  # a terminal's Ctrl-C reaches a rank twice: directly, and again through torchrun
 
 
 class StopRequest(StopFlag):
-    """Set by a signal; the grpo lanes of all ranks agree on it and stop at the same step."""
+    """Set by a signal; the grpo lanes of all ranks agree on it and stop at the same step.
+
+    Python runs a signal's handler on the main thread, once that is back from whatever library it is in: from a collective
+    perhaps never. So the handlers do nothing, and a thread reads the signals' numbers from a socket that the interpreter
+    writes them to at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,10 +28,19 @@ class StopRequest(StopFlag):
 
     def install(self) -> None:
         """Handle the signals from now on; main thread only."""
+        told, self._teller = socket.socketpair()
+        self._teller.setblocking(False)
+        signal.set_wakeup_fd(self._teller.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, lambda _number, _frame: None)
+        threading.Thread(target=self._listen, args=(told,), name="dvla-signals", daemon=True).start()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _listen(self, told: socket.socket) -> None:
+        while numbers := told.recv(1):
+            if numbers[0] in SIGNALS:
+                self._handle(numbers[0])
+
+    def _handle(self, number: int) -> None:
         now = time.monotonic()
         if not self.is_set():
             self._first = now

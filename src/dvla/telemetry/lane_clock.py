@@ -1,8 +1,10 @@
-"""How long a lane worked and how long it waited.
+"""How long a lane worked and how long it waited, at what it is, and when it last got on.
 
 A lane is at any moment busy, waiting or idle. One thread, the lane's, moves its clock from one to the next;
 another may read it at any time. What they share is one immutable tuple, replaced as a whole: a reader never
 sees half a change, and a wait that is still going on counts up to the moment of reading.
+
+A lane that gets on beats: with every piece of work it counts, and by itself within long ones. To wait anew is no beat.
 """
 
 from __future__ import annotations
@@ -35,11 +37,21 @@ class LaneUse(NamedTuple):
         return self.items / self.wall_s if self.wall_s > 0 else 0.0
 
 
+class Doing(NamedTuple):
+    """At what a lane is."""
+
+    what: str = ""
+    whom: str = ""
+    """The name of the lane that must do something before this one goes on, on this rank or another."""
+    is_patient: bool = False
+    """Whether nobody can tell how long it may take without a beat."""
+
+
 class LaneClock:
     """Accounts for the time of one lane.
 
-    `start`, `busy`, `waiting`, `count` and `stop` are for whoever runs the lane, one thread at a time; `total` and
-    `delta` may be called from another thread, `delta` from one only.
+    `start`, `busy`, `waiting`, `doing`, `count`, `beat` and `stop` are for whoever runs the lane, one thread at a time; all
+    else may be called from another thread, `delta` from one only.
 
     Args:
         clock: Monotonic clock, in seconds.
@@ -59,6 +71,9 @@ class LaneClock:
         self._last = LaneUse()  # as `delta` read it
         # What counts so far, and what has been going on since when.
         self._state: tuple[LaneUse, _Activity, float] = LaneUse(), "busy" if busy else "idle", self._clock()
+        self.now = Doing()
+        """At what the lane is."""
+        self._beats = 0, self._clock()  # how many, and when the last one was
 
     def stop(self) -> None:
         """End the count: what is read later says how it was now."""
@@ -66,20 +81,28 @@ class LaneClock:
 
     def busy(self) -> AbstractContextManager[None]:
         """Count a ``with`` block as work, except for the waits inside it."""
-        return self._during("busy")
+        return self._during("busy", Doing())
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Count a ``with`` block as waiting, not as the work around it."""
-        return self._during("waiting")
+    def waiting(self, what: str = "", whom: str = "") -> AbstractContextManager[None]:
+        """Count a ``with`` block as waiting for `whom` to do `what`, not as the work around it."""
+        return self._during("waiting", Doing(what, whom))
+
+    def doing(self, what: str, whom: str = "", *, is_patient: bool = False) -> AbstractContextManager[None]:
+        """Say what a ``with`` block does; a collective is the work of this lane, for which it needs `whom` on other ranks."""
+        return self._during(None, Doing(what, whom, is_patient))
 
     @contextmanager
-    def _during(self, activity: _Activity) -> Iterator[None]:
-        before = self._state[1]
-        self._switch(activity)
+    def _during(self, activity: _Activity | None, doing: Doing) -> Iterator[None]:
+        before, at_what = self._state[1], self.now
+        self.now = doing
+        if activity is not None:
+            self._switch(activity)
         try:
             yield
+            self.now = at_what  # at what a lane failed stays to be read
         finally:
-            self._switch(before)
+            if activity is not None:
+                self._switch(before)
 
     def _switch(self, activity: _Activity) -> None:
         use, now = self._read()
@@ -99,6 +122,25 @@ class LaneClock:
         """Count pieces of work done."""
         use, activity, since = self._state
         self._state = use._replace(items=use.items + items), activity, since
+        self.beat()
+
+    def beat(self) -> None:
+        """Show that the lane gets on."""
+        self._beats = self._beats[0] + 1, self._clock()
+
+    @property
+    def activity(self) -> str:
+        """Busy, waiting, idle or stopped."""
+        return self._state[1]
+
+    @property
+    def beats(self) -> int:
+        """Beats so far."""
+        return self._beats[0]
+
+    def quiet_s(self) -> float:
+        """Seconds since the last beat."""
+        return self._clock() - self._beats[1]
 
     def total(self) -> LaneUse:
         """Read everything since `start`."""

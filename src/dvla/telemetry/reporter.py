@@ -65,7 +65,11 @@ class Reporter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._console.close()  # the terminal is given back, whatever happened
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back and close the files; closing twice does no harm."""
+        self._console.close()
         if self._metrics:
             self._metrics.close()
 
@@ -189,13 +193,19 @@ class Reporter:
     def _wall_s(self) -> float:
         return self._earlier_wall_s + self._time.total().wall_s
 
-    def finish(self, outcome: str, error: str | None) -> None:
-        """Write the summary and say how the run ended; rank 0."""
+    def finish(self, outcome: str, error: str | None, *, writer: int | None = None) -> None:
+        """Write the summary and say how the run ended; the main rank, or `writer` in its place, if this is it."""
         logger.info("%s at version %d", outcome, self._policy_version, extra={"file_only": True})
-        if self._world.is_main:
+        if self._world.rank == (self._world.main_rank if writer is None else writer):
             summary = self._summary(outcome, error)
             write_summary(self._folder / "summary.json", summary)
             self._console.summary(summary, self._folder)
+
+    def fail(self, error: str, writer: int) -> None:
+        """End a run that stands still, whatever its lanes are at."""
+        logger.error("%s", error, extra={"file_only": True})
+        self.close()
+        self.finish("failed", error, writer=writer)
 
     def _summary(self, outcome: str, error: str | None) -> dict[str, Any]:
         config, world, totals, syncs = self._config, self._world, self._totals, self._sync_seconds

@@ -1,0 +1,159 @@
+"""A run that stands still ends by itself, says who is to blame, and leaves the stacks of everybody."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from e2e.launch import QUICK, REPOSITORY, finish, ranks_of, start, train, wait_for_file, wait_for_step
+
+pytestmark = [pytest.mark.chaos, pytest.mark.alone]
+
+ENDLESS = (*QUICK, "algo.num_steps=100000", "runtime.balance=false", "runtime.torch_threads=1")
+WATCHED = (*ENDLESS, "runtime.watchdog_s=16", "runtime.wait_timeout_s=16")
+
+
+def last_words(run):
+    """What each rank says in the end, by its number."""
+    lines = [line for line in run.output.splitlines() if line.startswith("dvla: rank ")]
+    return {int(line.split()[2].rstrip(":")): line for line in lines}
+
+
+def everyone(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_are_gone(processes, seconds):
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return alive == []
+
+
+def reports(run):
+    """The stall reports, by rank."""
+    return {int(path.stem[-5:]): path.read_text() for path in run.folder.glob("logs/attempt_1/stall_rank*.txt")}
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "serial"])
+def test_a_stopped_rank_is_named_and_all_end(schedule, tmp_path):
+    serial = ["algo.max_staleness=0", f"runtime.schedule={schedule}"]
+    process = start(tmp_path, *WATCHED, *serial)
+    wait_for_step(process, tmp_path / "test", 2)
+    started = everyone(process)
+    ranks_of(process)[1].send_signal(signal.SIGSTOP)
+    run = finish(process, tmp_path, timeout_s=60)
+    assert all_are_gone(started, 5)
+    assert run.code == 1  # torchrun's own
+    assert "exitcode  : 3 " in run.output
+    assert run.summary["exit"] == "failed"
+    words = last_words(run)
+    assert set(words) == {0, 1}
+    for said in (run.summary["error"], *words.values(), run.output.split("Root Cause")[1]):
+        assert "the run stood still: no sign of life for 8 s: rank 1 was silent (stopped, or its" in said
+    assert set(reports(run)) == {0, 1}
+    for text in reports(run).values():
+        assert "semaphore host_free: " in text
+        assert "slot 0: ticket " in text
+        assert "in wait" in text or "in step" in text or "in all_reduce" in text
+    assert "collective: " in reports(run)[0]
+    assert "lane grpo of rank 0 (waiting, collective: " in run.summary["error"]
+
+
+def faulty(root, fault):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "faulty_train"]
+    return subprocess.Popen(
+        [sys.executable, *command, f"run.root={root}", *WATCHED],
+        cwd=REPOSITORY,
+        env=os.environ | {"FAULT": fault},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lane", "call", "who", "found"),
+    [
+        ("grpo", 3, "lane grpo of rank 0 (", "no lane has got on for 16 s (runtime.watchdog_s)"),
+        ("param_dist", 4, "lane grpo of rank ", "waited 16 s for"),
+        ("inference", 40, "lane sampling of rank 1 (", "waited 16 s for"),
+        ("sampling", 40, "lane grpo of rank ", "lane grpo waited 16 s for a finished group"),
+    ],
+)
+def test_a_lane_that_hangs_is_named_with_the_lanes_it_holds_up(lane, call, who, found, tmp_path):
+    process = faulty(tmp_path, f"{lane} 1 {call} hang")
+    wait_for_file(process, tmp_path / "test" / "logs" / "attempt_1" / "dvla-r1-w0.log")
+    started = everyone(process)
+    run = finish(process, tmp_path, timeout_s=90)
+    assert all_are_gone(started, 5)
+    assert "exitcode  : 3 " in run.output
+    for said in (run.summary["error"], *last_words(run).values()):
+        assert found in said
+        assert f"lane {lane} of rank 1 (busy" in said
+        assert who in said
+    assert "faulty_train.py" in reports(run)[1]  # where it hangs
+    assert set(reports(run)) == {0, 1}
+
+
+def test_a_rank_whose_interpreter_is_held_up_is_silent_and_ended_with_its_stack(tmp_path):
+    process = faulty(tmp_path, "inference 1 40 hold")
+    wait_for_file(process, tmp_path / "test" / "logs" / "attempt_1" / "dvla-r1-w0.log")
+    started = everyone(process)
+    run = finish(process, tmp_path, timeout_s=90)
+    assert all_are_gone(started, 5)
+    assert "rank 1 was silent" in last_words(run)[0]
+    assert "rank 1 was silent" in run.summary["error"]
+    log = (run.folder / "logs" / "attempt_1" / "rank00001.log").read_text()
+    assert "Fatal Python error: Aborted" in log
+    assert "faulty_train.py" in log
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("lane", ["grpo", "sampling"])
+def test_the_first_error_is_the_last_word_of_every_rank(lane, rank, tmp_path):
+    run = finish(faulty(tmp_path, f"{lane} {rank} 3 raise"), tmp_path, timeout_s=90)
+    error = f"ValueError: the arm fell off (in lane {lane})"
+    assert last_words(run)[rank] == f"dvla: rank {rank}: error: {error}"
+    for other, said in last_words(run).items():
+        assert other == rank or said == f"dvla: rank {other}: ended by the error of rank {rank}: {error}"
+    assert run.summary["exit"] == "failed"
+    assert run.summary["error"] == (error if rank == 0 else f"rank 1: {error}")
+    report = run.output.split("Root Cause")[1]
+    assert "exitcode  : 1 " in report
+    assert "Traceback (most recent call last)" in report
+    assert "in fail" in report
+    assert error in report
+
+
+def test_of_a_run_whose_main_rank_was_killed_another_writes_the_summary(tmp_path):
+    process = start(tmp_path, *ENDLESS)
+    wait_for_step(process, tmp_path / "test", 2)
+    ranks_of(process)[0].kill()
+    run = finish(process, tmp_path, timeout_s=60)
+    assert run.summary["exit"] == "failed"
+    assert run.summary["error"]
+    assert run.summary["policy_version"] >= 2
+    assert set(last_words(run)) == {1}
+
+
+def test_slow_and_idle_lanes_are_no_stall(tmp_path):
+    """The evaluation takes several times the limits, and no lane but sampling and inference has anything to do."""
+    run = train(
+        tmp_path,
+        *QUICK,
+        "env.name=counting_env:CountingEnv",
+        "+env.options.fault=slow",
+        "env.max_episode_steps=4",
+        "algo.filter_zero_signal=false",
+        "algo.num_steps=1",
+        "algo.groups_per_step=2",
+        "model.num_action_chunks=2",
+        "run.eval_every=1",
+        "evaluation.episodes_per_task=250",
+        "runtime.watchdog_s=3",
+        "runtime.wait_timeout_s=3",
+    )
+    assert run.code == 0, run.output
+    assert run.summary["wall_s"] > 10, "or it would prove nothing"
