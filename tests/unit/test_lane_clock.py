@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dvla.telemetry.lane_clock import LaneClock
+from dvla.telemetry.lane_clock import Doing, LaneClock
 
 
 class Clock:
@@ -155,3 +155,33 @@ def test_reading_from_another_thread_sees_no_half_change() -> None:
         assert use.busy_s + use.wait_s == pytest.approx(use.wall_s, abs=1e-6)
     thread.join()
     assert lane.total().items == 3000
+
+
+def test_what_a_lane_is_at_can_be_read_and_how_long_it_has_not_got_on(clock: Clock) -> None:
+    lane = LaneClock(clock)
+    lane.start()
+    assert (lane.activity, lane.now) == ("busy", Doing())
+    with lane.doing("gradient", "grpo"):
+        assert (lane.activity, lane.now) == ("busy", Doing("gradient", "grpo"))
+        with lane.waiting("host_free", "param_dist"):
+            clock.forward(3)
+            assert (lane.activity, lane.now) == ("waiting", Doing("host_free", "param_dist"))
+        assert lane.now.what == "gradient"
+    assert lane.now == Doing()
+    assert (lane.beats, lane.quiet_s()) == (0, 3)  # to wait is no beat
+    lane.count(5)
+    lane.beat()
+    assert (lane.beats, lane.quiet_s()) == (2, 0)
+
+
+def test_at_what_a_lane_failed_stays_to_be_read(clock: Clock) -> None:
+    lane = LaneClock(clock)
+    lane.start()
+
+    def fail() -> None:
+        with lane.waiting("host_free", "param_dist"):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (lane.activity, lane.now) == ("busy", Doing("host_free", "param_dist"))

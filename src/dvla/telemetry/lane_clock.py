@@ -100,6 +100,8 @@ class LaneClock:
         try:
             yield
             self.now = at_what  # at what a lane failed stays to be read
+            if doing.is_patient:
+                self.beat()
         finally:
             if activity is not None:
                 self._switch(before)
