@@ -45,8 +45,7 @@ def start_rank(config_name: str, title: str, work: Callable[[DictConfig, StopReq
             code = work(composed, stop_request)
         except ConfigError as error:  # found by all ranks: one says it
             code = EXIT_SETTING
-            if rank == 0:
-                announce(replace(Failure.of(rank, error), message=str(error), traceback=""), rank)
+            announce(replace(Failure.of(rank, error), message=str(error), traceback=""), rank, aloud=rank == 0)
         except BaseException as error:
             code = EXIT_FAILED
             announce(error.first if isinstance(error, RunFailedError) else Failure.of(rank, error), rank)

@@ -12,7 +12,7 @@ from e2e.launch import QUICK, REPOSITORY, finish, ranks_of, start, train, wait_f
 pytestmark = [pytest.mark.chaos, pytest.mark.alone]
 
 ENDLESS = (*QUICK, "algo.num_steps=100000", "runtime.balance=false", "runtime.torch_threads=1")
-WATCHED = (*ENDLESS, "runtime.watchdog_s=16", "runtime.wait_timeout_s=16")
+WATCHED = (*ENDLESS, "runtime.watchdog_s=12", "runtime.wait_timeout_s=12")
 
 
 def last_words(run):
@@ -35,13 +35,13 @@ def reports(run):
     return {int(path.stem[-5:]): path.read_text() for path in run.folder.glob("logs/attempt_1/stall_rank*.txt")}
 
 
-@pytest.mark.parametrize("schedule", ["overlapped", "serial"])
-def test_a_stopped_rank_is_named_and_all_end(schedule, tmp_path):
+@pytest.mark.parametrize(("schedule", "victim"), [("overlapped", 0), ("overlapped", 1), ("serial", 1)])
+def test_a_stopped_rank_is_named_and_all_end(schedule, victim, tmp_path):
     serial = ["algo.max_staleness=0", f"runtime.schedule={schedule}"]
     process = start(tmp_path, *WATCHED, *serial)
     wait_for_step(process, tmp_path / "test", 2)
     started = everyone(process)
-    ranks_of(process)[1].send_signal(signal.SIGSTOP)
+    ranks_of(process)[victim].send_signal(signal.SIGSTOP)
     run = finish(process, tmp_path, timeout_s=60)
     assert all_are_gone(started, 5)
     assert run.code == 1  # torchrun's own
@@ -50,14 +50,15 @@ def test_a_stopped_rank_is_named_and_all_end(schedule, tmp_path):
     words = last_words(run)
     assert set(words) == {0, 1}
     for said in (run.summary["error"], *words.values(), run.output.split("Root Cause")[1]):
-        assert "the run stood still: no sign of life for 8 s: rank 1 was silent (stopped, or its" in said
+        assert f"the run stood still: no sign of life for 6 s: rank {victim} was silent (stopped, or its" in said
     assert set(reports(run)) == {0, 1}
     for text in reports(run).values():
         assert "semaphore host_free: " in text
         assert "slot 0: ticket " in text
         assert "in wait" in text or "in step" in text or "in all_reduce" in text
-    assert "collective: " in reports(run)[0]
-    assert "lane grpo of rank 0 (waiting, collective: " in run.summary["error"]
+    assert "collective: " in reports(run)[1 - victim]
+    assert f"lane grpo of rank {1 - victim} (" in run.summary["error"]
+    assert run.summary["policy_version"] >= 2
 
 
 def faulty(root, fault):
@@ -76,10 +77,10 @@ def faulty(root, fault):
 @pytest.mark.parametrize(
     ("lane", "call", "who", "found"),
     [
-        ("grpo", 3, "lane grpo of rank 0 (", "no lane has got on for 16 s (runtime.watchdog_s)"),
-        ("param_dist", 4, "lane grpo of rank ", "waited 16 s for"),
-        ("inference", 40, "lane sampling of rank 1 (", "waited 16 s for"),
-        ("sampling", 40, "lane grpo of rank ", "lane grpo waited 16 s for a finished group"),
+        ("grpo", 3, "lane grpo of rank 0 (", "no lane has got on for 12 s (runtime.watchdog_s)"),
+        ("param_dist", 4, "lane grpo of rank ", "waited 12 s for"),
+        ("inference", 40, "lane sampling of rank 1 (", "waited 12 s for"),
+        ("sampling", 40, "lane grpo of rank ", "lane grpo waited 12 s for a finished group"),
     ],
 )
 def test_a_lane_that_hangs_is_named_with_the_lanes_it_holds_up(lane, call, who, found, tmp_path):
@@ -110,8 +111,7 @@ def test_a_rank_whose_interpreter_is_held_up_is_silent_and_ended_with_its_stack(
     assert "faulty_train.py" in log
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("lane", ["grpo", "sampling"])
+@pytest.mark.parametrize(("lane", "rank"), [("sampling", 0), ("grpo", 1)])
 def test_the_first_error_is_the_last_word_of_every_rank(lane, rank, tmp_path):
     run = finish(faulty(tmp_path, f"{lane} {rank} 3 raise"), tmp_path, timeout_s=90)
     error = f"ValueError: the arm fell off (in lane {lane})"
@@ -152,8 +152,8 @@ def test_slow_and_idle_lanes_are_no_stall(tmp_path):
         "model.num_action_chunks=2",
         "run.eval_every=1",
         "evaluation.episodes_per_task=250",
-        "runtime.watchdog_s=3",
-        "runtime.wait_timeout_s=3",
+        "runtime.watchdog_s=6",
+        "runtime.wait_timeout_s=6",
     )
     assert run.code == 0, run.output
-    assert run.summary["wall_s"] > 10, "or it would prove nothing"
+    assert run.summary["wall_s"] > 15, "or it would prove nothing"

@@ -64,6 +64,13 @@ def test_a_silent_rank_is_to_blame_whatever_its_lanes_say_later():
     assert culprit(reports[:4], [1]) == "rank 1 was silent (stopped, or its interpreter held up)"  # it could not tell
 
 
+def test_the_chain_begins_where_somebody_waits_for_the_silent_rank():
+    reports = [waits(0, "grpo", "grpo", "collective: agree"), waits(1, "grpo", "grpo", "collective: gradient")]
+    assert culprit(reports, [0]).endswith(
+        "; lane grpo of rank 1 (waiting, collective: gradient) waits for lane grpo of rank 0"
+    )
+
+
 def test_a_collective_that_all_are_in_is_told_of_all():
     reports = [waits(rank, "grpo", "grpo", "collective: gradient") for rank in (0, 1)]
     assert culprit(reports, []) == (

@@ -108,10 +108,11 @@ def settle(folder: Path, mine: Failure) -> list[Failure]:
     return sorted((failures | {failure.rank: failure for failure in found}).values(), key=lambda failure: failure.order)
 
 
-def announce(first: Failure, rank: int) -> None:
-    """Say the first failure as the last words of this `rank`: to people, and in torchrun's own report at the end."""
+def announce(first: Failure, rank: int, *, aloud: bool = True) -> None:
+    """Say the first failure as the last words of this `rank`: to people if `aloud`, and in torchrun's report at the end."""
     ended = "error" if first.rank == rank else f"ended by the error of rank {first.rank}"
-    sys.stderr.write(f"dvla: rank {rank}: {ended}: {first.message}\n")
+    if aloud:
+        sys.stderr.write(f"dvla: rank {rank}: {ended}: {first.message}\n")
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         message = first.told_by(rank)

@@ -55,7 +55,7 @@ class LaneReport:
 
 
 def culprit(reports: Sequence[LaneReport], silent: Sequence[int]) -> str:
-    """Who holds up all others, in words: from the first grpo lane along the waits, the nearest that waits for no lane.
+    """Who holds up all others, in words: from a grpo lane along the waits, the nearest that waits for no lane.
 
     All have been quiet for long, so one that works by itself hangs. A lane of a rank that was silent is to blame whatever it
     says later. Where all wait for each other nobody is nearest: then all are named.
@@ -66,8 +66,8 @@ def culprit(reports: Sequence[LaneReport], silent: Sequence[int]) -> str:
     """
     lanes = sorted((r for r in reports if r.activity in ("busy", "waiting")), key=lambda r: (r.lane != "grpo", r.rank))
     guilty = [f"rank {rank} was silent (stopped, or its interpreter held up)" for rank in silent]
-    came_from: dict[LaneReport, LaneReport | None] = {lanes[0]: None} if lanes else {}
-    queue = deque(came_from)
+    queue = deque([lane for lane in lanes if lane.rank not in silent][:1])
+    came_from: dict[LaneReport, LaneReport | None] = dict.fromkeys(queue)
     while queue:
         lane = queue.popleft()
         if lane.rank in silent if silent else not lane.whom:

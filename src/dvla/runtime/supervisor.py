@@ -100,6 +100,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         """Begin to watch; from now on a crash leaves its stacks in the rank's log, too."""
         faulthandler.enable(self._log)
+        self._show_life()  # before the lanes begin: who hangs at once is missed, too
         self._thread.start()
         return self
 
@@ -128,12 +129,11 @@ class Supervisor:
     def _watch(self) -> None:
         while True:
             has_ended = self._has_ended.wait(self._look_s)
-            # Should the interpreter be held up, so that there is no next look, this ends the process without it.
-            faulthandler.dump_traceback_later(2 * self._limit_s, exit=True, file=self._log)
-            self._tick += 1
-            self._board.note_life(self._world.local_rank, self._life())
-            if self._world.num_nodes > 1 and self._world.local_rank == 0 and self._found():
-                self._board.note_stall(0)
+            self._show_life()
+            if self._world.num_nodes > 1 and self._world.local_rank == 0:
+                with contextlib.suppress(OSError):
+                    if self._found():
+                        self._board.note_stall(0)
             if self._board.has_stalled():
                 self._leave()
             if has_ended:
@@ -142,6 +142,12 @@ class Supervisor:
                 why, silent = found
                 self._declare(why, silent)
                 self._leave()
+
+    def _show_life(self) -> None:
+        # Should the interpreter be held up, so that it is not called again, this ends the process without it.
+        faulthandler.dump_traceback_later(2 * self._limit_s, exit=True, file=self._log)
+        self._tick += 1
+        self._board.note_life(self._world.local_rank, self._life())
 
     def _life(self) -> Life:
         clocks = self._clocks.values()
@@ -214,9 +220,10 @@ class Supervisor:
         is_first = rank == min(set(map(self._rank, range(self._world.local_world_size))) - silent, default=rank)
         if is_first:
             self._signal(silent, signal.SIGCONT)
+        reports: list[LaneReport] = []
         with contextlib.suppress(OSError):
             self._report()
-        reports = self._read_reports()
+            reports = self._read_reports()
         told = {report.rank for report in reports}
         silent |= set(range(self._world.world_size)) - told
         message = (
