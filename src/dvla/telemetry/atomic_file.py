@@ -11,8 +11,12 @@ def write_atomically(path: Path, pieces: Iterable[str]) -> None:
     """Write text to a new file beside `path` and move it there, making the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # what fits of it would keep a full disk full
+        raise

@@ -24,8 +24,12 @@ def film_strip(frames: np.ndarray) -> np.ndarray:
 
 
 def save_film(path: Path, frames: np.ndarray) -> None:
-    """Write a film strip as PNG."""
+    """Write a film strip as PNG, or leave none; raises OSError."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(film_strip(frames)).save(path)
+    try:
+        Image.fromarray(film_strip(frames)).save(path)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise

@@ -2,22 +2,27 @@
 
 Evaluations have a file of their own (``evaluations.jsonl``), since they may take longer than a step.
 
-Every line is on the disk's doorstep once `write` returns: a killed run loses nothing but perhaps the tail of
-its last line. The tags are explained in ``docs/metrics.md``.
+Every line is on the disk's doorstep once `write` returns: a killed run loses nothing but perhaps the tail of its last line.
+A full disk ends no run: lines wait until there is room, and TensorBoard lacks the steps. The tags are explained in
+``docs/metrics.md``.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from dvla.telemetry.atomic_file import write_atomically
+from dvla.telemetry.line_file import LineFile
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -40,20 +45,25 @@ class MetricsWriter:
         tensorboard: Write event files too. Importing TensorBoard takes a second or more.
         resume_at: Version of the checkpoint the run goes on from, 0 for none: what was written beyond it is
             taken back, so that every step appears once.
+        warn: Told of what cannot be written.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool = True, resume_at: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool = True,
+        resume_at: int = 0,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._evaluations = folder / EVALUATIONS
-        for path in (folder / FILE_NAME, self._evaluations):
-            _take_back(path, resume_at)
-        # A line goes to the system as it ends.
-        self._file = (folder / FILE_NAME).open("a", buffering=1, encoding="utf-8")
+        for name in (FILE_NAME, EVALUATIONS):
+            _take_back(folder / name, resume_at)
+        (folder / FILE_NAME).touch()
+        self._lines, self._evaluations = LineFile(folder / FILE_NAME, warn), LineFile(folder / EVALUATIONS, warn)
+        self._folder, self._warn, self._has_tensorboard = folder, warn, tensorboard
         self._tensorboard: SummaryWriter | None = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=resume_at + 1)
+        self._show(lambda _: None, purge_step=resume_at + 1)
 
     def write(
         self,
@@ -75,31 +85,51 @@ class MetricsWriter:
         counts = {} if env_steps is None else {"env_steps": env_steps}
         line: dict[str, Any] = {"policy_version": policy_version} | counts | dict.fromkeys(values) | finite
         line |= {tag: [int(count) for count in histogram.counts] for tag, histogram in histograms.items()}
-        self._file.write(json.dumps(line, default=float) + "\n")
-        if self._tensorboard:
+        self._lines.add(json.dumps(line, default=float))
+
+        def show(tensorboard: SummaryWriter) -> None:
             for tag, value in ({f"rollout/{key}": count for key, count in counts.items()} | finite).items():
-                self._tensorboard.add_scalar(tag, float(value), policy_version)
+                tensorboard.add_scalar(tag, float(value), policy_version)
             for tag, histogram in histograms.items():
-                _add_histogram(self._tensorboard, tag, histogram, policy_version)
+                _add_histogram(tensorboard, tag, histogram, policy_version)
+
+        self._show(show)
 
     def write_evaluation(self, policy_version: int, values: Mapping[str, float]) -> None:
         """Write the result of an evaluation that began with the weights of `policy_version`."""
-        with self._evaluations.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"policy_version": policy_version, **values}) + "\n")
-        if self._tensorboard:
+        self._evaluations.add(json.dumps({"policy_version": policy_version, **values}))
+
+        def show(tensorboard: SummaryWriter) -> None:
             for tag, value in values.items():
-                self._tensorboard.add_scalar(tag, value, policy_version)
+                tensorboard.add_scalar(tag, value, policy_version)
+
+        self._show(show)
 
     def add_text(self, tag: str, text: str) -> None:
         """Show a text, verbatim, in TensorBoard."""
-        if self._tensorboard:
-            self._tensorboard.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
+        verbatim = "\n".join(f"    {line}" for line in text.splitlines())
+        self._show(lambda tensorboard: tensorboard.add_text(tag, verbatim))
+
+    def _show(self, show: Callable[[SummaryWriter], None], purge_step: int | None = None) -> None:
+        """Add to TensorBoard, in a new file if the last one could not be written; not while the disk is full."""
+        if not self._has_tensorboard or self._lines.is_behind:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            if self._tensorboard is None:
+                self._tensorboard = SummaryWriter(str(self._folder / "tb"), purge_step=purge_step)
+            show(self._tensorboard)
+        except OSError as error:
+            self._tensorboard = None  # not closed: that would wait for its thread, which has ended
+            self._warn(f"TensorBoard lacks this step: {error}")
 
     def close(self) -> None:
         """Write what is left and close the files; closing twice does no harm."""
-        self._file.close()
+        for file in (self._lines, self._evaluations):
+            file.close()
         if self._tensorboard:
-            self._tensorboard.close()
+            self._show(lambda tensorboard: tensorboard.close())
 
     def __enter__(self) -> Self:
         return self

@@ -84,6 +84,11 @@ class Reporter:
             logger.info("%s", line, extra={"file_only": True})
             self._console.message(line)
 
+    def warn(self, text: str) -> None:
+        """Show and log a warning; from any thread."""
+        logger.warning("step %d: %s", self._policy_version, text, extra={"file_only": True})
+        self._console.message(f"warning at step {self._policy_version}: {text}")
+
     def restore(self, state: dict[str, Any]) -> None:
         """Go on counting where a checkpoint left off."""
         self._totals |= state["totals"]
@@ -120,7 +125,9 @@ class Reporter:
         self._time.start()
         if self._world.is_main:
             tensorboard = self._config.telemetry.tensorboard
-            self._metrics = MetricsWriter(self._folder, tensorboard=tensorboard, resume_at=policy_version)
+            self._metrics = MetricsWriter(
+                self._folder, tensorboard=tensorboard, resume_at=policy_version, warn=self.warn
+            )
             self._metrics.add_text("config", redact(yaml.safe_dump(to_plain(self._config), sort_keys=False)))
         self._console.training(policy_version)
 
@@ -162,7 +169,10 @@ class Reporter:
         every = self._config.run.checkpoint_every
         is_milestone = len(self._history) == 1 or report.policy_version // every > previous // every
         if report.frames is not None and is_milestone:
-            save_film(self._folder / "frames" / f"step_{self._policy_version:06d}.png", report.frames)
+            try:
+                save_film(self._folder / "frames" / f"step_{self._policy_version:06d}.png", report.frames)
+            except OSError as error:  # a full disk
+                self.warn(f"there is no film of this step: {error}")
         self._console.step({"policy_version": report.policy_version, **values})
 
     def _judge(self, *, num_tasks: int) -> int:
@@ -173,8 +183,7 @@ class Reporter:
                 warning.name, {"name": warning.name, "first_step": step, "last_step": None, "steps": 0, "text": ""}
             )
             if known["last_step"] is None or step - known["last_step"] > _QUIET_STEPS:
-                logger.warning("step %d: %s", step, warning.text, extra={"file_only": True})
-                self._console.message(f"warning at step {step}: {warning.text}")
+                self.warn(warning.text)
             known |= {"last_step": step, "steps": known["steps"] + 1, "text": warning.text}
         return len(found)
 
