@@ -1,6 +1,6 @@
 import pytest
 
-from dvla.planes.tickets import TicketBook, make_tickets
+from dvla.planes.tickets import TicketBook, cursor_after_reshard, make_tickets
 
 
 def make_book(learner=0, num_learners=1, **changes):
@@ -95,3 +95,27 @@ def test_taking_twice_is_an_error():
     book.take(0)
     with pytest.raises(KeyError):
         book.take(0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2), (4, 4)])
+def test_other_learners_go_on_with_the_next_groups(before, after):
+    """As in the serial schedule: two batches have been played, and nothing beyond."""
+    played, cursors = [], []
+    for learner in range(before):
+        book = make_book(learner, before, groups_per_batch=12 // before, max_staleness=0)
+        played += start_all(book, 1)
+        cursors.append(book.cursor())
+    for learner in range(after):
+        book = make_book(learner, after, groups_per_batch=12 // after, max_staleness=0)
+        book.restore(**cursor_after_reshard(cursors, learner, after), batches_done=2)
+        played += start_all(book, 2)
+    whole = start_all(make_book(groups_per_batch=12, max_staleness=0), 2)
+    assert sorted(played) == whole == sorted(whole)
+    assert len(whole) == 36
+
+
+def test_other_learners_play_no_group_twice_where_drops_have_made_one_run_ahead():
+    cursors = [{"next_group": 8, "success": [0.5, 0.0]}, {"next_group": 5, "success": [1.0, 0.5]}]
+    assert cursor_after_reshard(cursors, 1, 2) == cursors[1]
+    assert cursor_after_reshard(cursors, 0, 1) == {"next_group": 7, "success": [0.75, 0.25]}
+    assert [cursor_after_reshard(cursors, learner, 3)["next_group"] for learner in range(3)] == [7, 8, 9]

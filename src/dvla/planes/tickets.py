@@ -48,10 +48,29 @@ def make_tickets(seed: int, group: int, group_size: int, task: int, version: int
     ]
 
 
+def cursor_after_reshard(cursors: Sequence[dict[str, Any]], learner: int, num_learners: int) -> dict[str, Any]:
+    """Where the groups of a learner go on after a checkpoint.
+
+    With as many learners as before, where they were. With others, past all groups that have begun: none is played twice, and
+    none is left out unless drops had made one learner run ahead of another. Success rates are then the learners' mean.
+
+    Args:
+        cursors: Of each learner that there was, as `TicketBook.cursor` gives it.
+        learner: Its number.
+        num_learners: Learners that there are now.
+    """
+    if len(cursors) == num_learners:
+        return cursors[learner]
+    first = max(cursor["next_group"] for cursor in cursors) - len(cursors) + 1
+    rates = zip(*(cursor["success"] for cursor in cursors), strict=True)
+    return {"next_group": first + learner, "success": [sum(of_task) / len(cursors) for of_task in rates]}
+
+
 class TicketBook:
     """Which groups of a learner have started, been dropped or been trained on; its grpo lane has it.
 
-    Group numbers of the learners interleave: learner l of L takes l, l + L, l + 2 L, ...
+    Group numbers of the learners interleave: learner l of L takes l, l + L, l + 2 L, ... (after a resume, from another
+    beginning on).
     """
 
     def __init__(
