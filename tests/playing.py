@@ -87,7 +87,7 @@ def play_episodes(config: Config, logs: Path, *, rank: int = 0, world_size: int 
     """Play this rank's share of the episodes of `config`."""
     runtime = config.runtime
     roles, device = place(PlacementConfig(), world_size), torch.device("cpu")
-    groups = (None,) * 5  # nothing here is collective
+    groups = (None,) * 6  # nothing here is collective
     world = World(rank, world_size, rank, world_size, device, roles, *groups)  # type: ignore[arg-type]
     with WorkerPool(
         config.env,

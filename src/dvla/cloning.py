@@ -39,6 +39,7 @@ from dvla.models.sharding import shard_policy
 from dvla.rl.learning_rate import lr_factor
 from dvla.rl.noise import decision_keys
 from dvla.runtime import checkpoint, run_folder
+from dvla.runtime.checkpoint_writer import CheckpointWriter
 from dvla.runtime.device import compute_threads
 from dvla.runtime.failure import Failure, RunFailedError, settle
 from dvla.runtime.resuming import open_run
@@ -46,6 +47,7 @@ from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.metrics import FILE_NAME, MetricsWriter, read_metrics
 from dvla.telemetry.progress import Progress
 from dvla.telemetry.summary import SUMMARY_KEYS, first_last_mean, write_summary
+from dvla.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,8 +218,8 @@ def _train(
     training.run(stop_request)
     if training.step == step:  # there was nothing left to do
         if not is_saved:
-            training.save()
-        elif world.is_main and not (config.run.folder / POLICY).exists():
+            training.save(is_last=True)
+        elif world.is_main and not (config.run.folder / "policies" / f"step_{step:06d}").exists():
             _write_policy(config, task, step)
     summary["exit"] = "stopped" if training.step < task.num_steps else "completed"
     if world.is_main:
@@ -243,6 +245,17 @@ class _Training:
         self._config, self._task, self._world = config, task, world
         self._cloner, self._samples, self._summary = cloner, samples, summary
         self._begin, self._first = time.monotonic(), step
+        # The policy is made of the checkpoint right afterwards, so nothing could overlap with writing it.
+        self._checkpoints = CheckpointWriter(
+            config.checkpoints,
+            keep=config.run.keep_checkpoints,
+            group=world.checkpoint_pg,
+            overlaps=False,
+            timeout_s=config.runtime.collective_timeout_s,
+            saved_version=None,
+            warn=logger.warning,
+            tracer=Tracer(world.rank, enabled=False),
+        )
         summary |= {"policy_version": step, "steps": step}
 
     def run(self, stop_request: StopRequest) -> None:
@@ -267,25 +280,35 @@ class _Training:
                 if len(self._task.held_out_rows) and (is_last or (every and self.step % every == 0)):
                     held_out |= self._measure()
                     note = f", held out {held_out['loss']:.3f}"
+                values |= {f"sft/held_out_{key}": x for key, x in held_out.items()} | self._checkpoints.metrics()
                 if metrics is not None:
-                    metrics.write(self.step, None, values | {f"sft/held_out_{key}": x for key, x in held_out.items()})
+                    metrics.write(self.step, None, values)
                 progress.update(self.step, f"loss {values['sft/loss']:.3f}{note}")
                 if is_last or self.step % config.run.checkpoint_every == 0:
-                    self.save()
+                    self.save(is_last=is_last)
 
-    def save(self) -> None:
-        """Write a checkpoint and the policy; collective."""
-        checkpoint.save(
-            self._config.checkpoints,
-            policy_version=self.step,
-            model=self._cloner.model,
-            optimizer=self._cloner.optimizer,
-            train_state={"policy_version": self.step, "identity": self._task.identity},
-            keep=self._config.run.keep_checkpoints,
-            group=self._world.learners_pg,
-        )
-        if self._world.is_main:
-            _write_policy(self._config, self._task, self.step)
+    def save(self, *, is_last: bool) -> None:
+        """Write a checkpoint and the policy; collective. Of all saves of a run, the last one must succeed.
+
+        Raises:
+            CheckpointError: The last one did not; on all ranks.
+            OSError: The last policy cannot be written; on the main rank.
+        """
+        train_state = {
+            "policy_version": self.step,
+            "identity": self._task.identity,
+            "config": to_plain(self._config),
+        }
+        self._checkpoints.save(self.step, self._cloner.model, self._cloner.optimizer, train_state)
+        if is_last:
+            self._checkpoints.finish()
+        if self._world.is_main and self._checkpoints.saved_version == self.step:
+            try:
+                _write_policy(self._config, self._task, self.step)
+            except OSError as error:  # a full disk
+                if is_last:
+                    raise
+                logger.warning("the policy of step %d cannot be written: %s", self.step, error)
 
     def _take_step(self, stop_request: StopRequest) -> tuple[dict[str, float | None], bool]:
         """One optimiser step; its figures by metric tag, and whether a rank is asked to stop."""

@@ -35,7 +35,7 @@ from dvla.lanes.sampling import SamplingLane
 from dvla.lanes.stages import Stages
 from dvla.models.policy_source import check_policy
 from dvla.models.sharding import COMPUTE_DTYPE
-from dvla.models.trained import run_config, trained_policy
+from dvla.models.trained import trained_policy
 from dvla.planes.data_plane import plan_slots, slots_of_own
 from dvla.planes.manifest import make_manifest
 from dvla.planes.observations import SlotTensors
@@ -100,7 +100,10 @@ def evaluate(config: Config, checkpoint: Path | None, out: Path | None, stop_req
     torch.set_num_threads(compute_threads(runtime.torch_threads, world.local_world_size))
     require_same(world, "configuration", config_hash(config) + str(checkpoint))
     check_policy(config.model, tuple(config.env.cameras), expected_action_dim(config.env, config.render))
-    version = int(read_train_state(checkpoint.resolve())["policy_version"]) if checkpoint else 0
+    of_run: dict[str, Any] = {"policy_version": 0, "config": {"seed": config.seed}}
+    if checkpoint is not None:
+        of_run = read_train_state(checkpoint.resolve())
+    version = of_run["policy_version"]
     folder = _make_folder(config, checkpoint, version, out, world)
     set_up_logging(world.rank, folder / "logs")
     title = f"dvla:eval:r{world.rank}"
@@ -108,7 +111,7 @@ def evaluate(config: Config, checkpoint: Path | None, out: Path | None, stop_req
         spec = pool.spec()
         require_same(world, "environment", repr(spec))
         # Frozen weights may be random ones: they come from the seed of the run, whatever this evaluation's is.
-        seed = run_config(checkpoint)["seed"] if checkpoint else config.seed
+        seed = of_run["config"]["seed"]
         policy = trained_policy(config.model, spec=spec, seed=seed, checkpoint=checkpoint)
         replica = policy.to(world.device, COMPUTE_DTYPE[runtime.precision]).requires_grad_(False)
         played = play(config, world, spec, pool, replica, version, stop_request)

@@ -50,6 +50,7 @@ from dvla.planes.semaphore import StopFlag
 from dvla.planes.slots import SlotShares, layout_bytes
 from dvla.planes.tickets import TicketBook
 from dvla.planes.weights import HostBuffers, Replica, ShardWriter, num_host_buffers
+from dvla.runtime.checkpoint_writer import CheckpointWriter
 from dvla.runtime.device import compute_threads, finish_copies
 from dvla.runtime.failure import Failure, RunFailedError, settle
 from dvla.runtime.memory import Memory, Pool
@@ -256,6 +257,16 @@ def _run_lanes(
             saved_version = None
             if resume_from:
                 policy_version, saved_version = resume(config, world, resume_from, learner, book, reporter)
+            checkpoints = CheckpointWriter(
+                config.checkpoints,
+                keep=config.run.keep_checkpoints,
+                group=world.checkpoint_pg,
+                overlaps=runtime.schedule is Schedule.overlapped,
+                timeout_s=runtime.collective_timeout_s,
+                saved_version=saved_version,
+                warn=reporter.warn,
+                tracer=tracer.for_lane("checkpoint"),
+            )
             homes = [sampler for sampler in roles.sampling if roles.home_of(sampler) == rank]
             lanes["grpo"] = GrpoLane(
                 config=config,
@@ -273,13 +284,13 @@ def _run_lanes(
                 stop=stop,
                 stop_request=stop_request,
                 policy_version=policy_version,
-                saved_version=saved_version,
                 on_step=reporter.step,
                 on_evaluation=reporter.evaluation,
                 evaluated_states=states_of_tasks(spec, config.evaluation.episodes_per_task),
                 num_own_episodes=sum(len(_evaluation_tickets(config, world, spec, sampler)) for sampler in homes),
                 owes_final_evaluation=bool(config.run.eval_every) and not reporter.is_evaluated(algo.num_steps),
-                save=saver(config, world, spec, learner, reporter),
+                save=saver(config, world, spec, learner, reporter, checkpoints),
+                checkpoints=checkpoints,
                 clock=clocks["grpo"],
                 tracer=tracer.for_lane("grpo"),
             )
@@ -319,7 +330,10 @@ def _run_lanes(
                 clock.stop()
             reporter.training_ends(groups_lost=book.num_open() if book else 0)
             if config.telemetry.trace:
-                tracer.write(config.run.folder / "traces" / f"rank{rank:05d}.json")
+                try:
+                    tracer.write(config.run.folder / "traces" / f"rank{rank:05d}.json")
+                except OSError as error:  # a full disk
+                    reporter.warn(f"there is no trace of rank {rank}: {error}")
             if host:
                 host.close()
             if rank_lanes.ended_well:  # else the peers are to notice

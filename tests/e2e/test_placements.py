@@ -41,7 +41,7 @@ MODELS = {
     "openvla_oft": ("model=openvla_oft_nano",),
     "pi05": ("model=pi05_nano", "algo.logprob_type=chunk"),
 }
-MEASURED = ("time/", "perf/", "lane/", "plane/", "memory/")
+MEASURED = ("time/", "perf/", "lane/", "plane/", "memory/", "checkpoint/")
 PLACEMENTS = {  # ranks and overrides
     "colocated": (2, ()),
     "separated": (2, (*SEPARATED, ONE_AT_A_TIME)),

@@ -9,8 +9,8 @@ from recordings import episode, write_v2
 from dvla.cloning import _Task
 from dvla.config import CloningConfig, ConfigError, DataConfig, ModelConfig, SftConfig
 from dvla.datasets.reading import read_dataset
+from dvla.models import trained
 from dvla.models.export import write_policy
-from dvla.models.trained import run_config
 
 
 def make(folder, name="openvla_oft", *, model=None, sft=None, actions=4, scale=1.0):
@@ -66,10 +66,10 @@ def test_statistics_are_computed_or_kept_and_must_fit(tmp_path, name):
         )
 
 
-def test_a_checkpoint_of_a_cloning_run_is_not_taken_for_one_of_reinforcement_learning(tmp_path):
+def test_a_checkpoint_of_a_cloning_run_is_not_taken_for_one_of_reinforcement_learning(tmp_path, monkeypatch):
     checkpoint = tmp_path / "run/checkpoints/step_000001"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "COMPLETE.json").write_text('{"files": {}}')
-    (tmp_path / "run/config.yaml").write_text("sft: {}\n")
+    (checkpoint / "train_state.json").write_text('{"policy_version": 1, "config": {"sft": {}}}')
+    monkeypatch.setattr(trained, "fault_of", lambda folder, hashes: None)
     with pytest.raises(ConfigError, match=rf"give model.checkpoint={tmp_path}/run/policy instead"):
-        run_config(checkpoint)
+        trained.run_config(checkpoint)

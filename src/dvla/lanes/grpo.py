@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dvla.planes.shared_transport import SharedTransport
     from dvla.planes.tickets import TicketBook
     from dvla.planes.weights import ShardWriter
+    from dvla.runtime.checkpoint_writer import CheckpointWriter
     from dvla.runtime.world import World
     from dvla.telemetry.lane_clock import LaneClock
     from dvla.telemetry.trace import Tracer
@@ -66,8 +67,8 @@ class StepReport:
 
     policy_version: int
     tally: BatchTally
-    values: dict[str, float]
-    """Optimiser metrics and timings by tag."""
+    values: dict[str, float | None]
+    """Optimiser metrics, timings and what checkpoints cost by tag."""
     frames: np.ndarray | None
     """(T, cameras, H, W, 3) uint8: what the policy saw in the batch's first episode; None without cameras."""
 
@@ -105,13 +106,13 @@ class GrpoLane(Lane):
         stop: StopFlag,
         stop_request: StopFlag,
         policy_version: int,
-        saved_version: int | None,
         on_step: Callable[[StepReport], None],
         on_evaluation: Callable[[dict[str, float]], None],
         evaluated_states: Sequence[int],
         num_own_episodes: int,
         owes_final_evaluation: bool,
         save: Callable[[int, dict[str, Any]], None],
+        checkpoints: CheckpointWriter,
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
@@ -119,7 +120,7 @@ class GrpoLane(Lane):
         self._config, self._algo, self._world = config, config.algo, world
         self._learner, self._manifest, self._writer = learner, manifest, writer
         self._slots, self._book, self._meet, self._stop = slots, book, meet, stop
-        self._stop_request, self._on_step, self._save = stop_request, on_step, save
+        self._stop_request, self._on_step, self._save, self._checkpoints = stop_request, on_step, save, checkpoints
         self._samplers, self._count_restarts = samplers, count_restarts
         self._groups_of_samplers, self._can_move, self._moved = groups_of_samplers, can_move, 0
         self._homes = [rank for rank in samplers.peers if world.roles.home_of(rank) == world.rank]
@@ -139,7 +140,6 @@ class GrpoLane(Lane):
         self._has_stream = False
         self._compiles = config.runtime.compile_learner  # the first micro-batch does
         self._cursor = book.cursor()  # as of the last version: groups begun since are lost with a stop, and begin anew
-        self._saved_version = saved_version
         self.policy_version = policy_version
         self.outcome: str | None = None
         """`completed` or `stopped` once the lane has ended by itself."""
@@ -162,8 +162,7 @@ class GrpoLane(Lane):
                 self._evaluate_alone()
         if is_over:
             if self._owes_final_evaluation:
-                if self._saved_version != self.policy_version:
-                    self._checkpoint()  # the evaluation may take long: a run killed in it has lost nothing
+                self._save_if_new()  # the evaluation may take long: a run killed in it has lost nothing
                 self._evaluate_alone()
             self._end("completed")
         self._order()
@@ -216,7 +215,8 @@ class GrpoLane(Lane):
             tally.reduce(self._world.learners_pg)
         timings["time/step_s"] = time.monotonic() - begin
         self.clock.count()
-        self._on_step(StepReport(self.policy_version, tally, timings | metrics, frames))
+        values = timings | metrics | self._checkpoints.metrics()
+        self._on_step(StepReport(self.policy_version, tally, values, frames))
         self._look_at_evaluation()
         if self._is_due(self._config.run.checkpoint_every):
             self._checkpoint()
@@ -495,15 +495,27 @@ class GrpoLane(Lane):
         self.after_publish()
 
     def _checkpoint(self) -> None:
+        self._await_save()
         with (
             self.tracer.span("checkpoint", version=self.policy_version),
             self.clock.doing("collective: checkpoint", "grpo", is_patient=True),
         ):
             self._save(self.policy_version, self._cursor)
-        self._saved_version = self.policy_version
+
+    def _save_if_new(self) -> None:
+        """Save this version, unless it lies on the disk; a save of it may be under way, and may fail."""
+        self._await_save()
+        if self._checkpoints.saved_version != self.policy_version:
+            self._checkpoint()
+
+    def _await_save(self) -> None:
+        """Wait for the save under way; nobody can tell how long a disk may take."""
+        with self.clock.waiting("until the last checkpoint is written", is_patient=True):
+            self._checkpoints.wait()
 
     def _end(self, outcome: str) -> None:
-        if self._saved_version != self.policy_version:
-            self._checkpoint()
+        self._save_if_new()
+        self._await_save()
+        self._checkpoints.finish()
         self.outcome = outcome
         raise Stopped

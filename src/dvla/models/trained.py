@@ -5,33 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dvla.config import Config, ConfigError, ModelConfig, load
 from dvla.envs.protocol import EnvSpec
 from dvla.models.policy_source import prepare_policy
-from dvla.runtime.checkpoint import fault_of, load_plain
+from dvla.runtime.checkpoint import fault_of, load_plain, read_train_state
 
 
 def run_config(checkpoint: Path) -> dict[str, Any]:
-    """The settings of the run that a checkpoint lies in, as plain values.
+    """The settings of the run that a checkpoint is of, as plain values; every file of it is checked.
 
     Args:
         checkpoint: A ``step_NNNNNN`` folder of a run, or the link ``latest``.
 
     Raises:
-        ConfigError: The checkpoint is torn or not of a run.
+        ConfigError: The checkpoint is torn or not of a run that can be gone on from.
     """
-    if fault := fault_of(checkpoint.resolve()):
+    folder = checkpoint.resolve()
+    if fault := fault_of(folder, hashes=True):
         raise ConfigError(f"checkpoint={checkpoint}: no complete checkpoint ({fault})")
-    settings = checkpoint.resolve().parents[1] / "config.yaml"
-    if not settings.is_file():
-        raise ConfigError(f"checkpoint={checkpoint}: {settings} is missing: the folder must lie in its run")
-    plain = yaml.safe_load(settings.read_text())
+    plain = read_train_state(folder).get("config")
+    if not isinstance(plain, dict):
+        raise ConfigError(f"checkpoint={checkpoint} is of an older version of this program")
     if "sft" in plain:
         raise ConfigError(
             f"checkpoint={checkpoint} is of an SFT run, whose policy is ready to be used: give "
-            f"model.checkpoint={settings.parent / 'policy'} instead"
+            f"model.checkpoint={folder.parents[1] / 'policy'} instead"
         )
     return plain
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dvla.config import Config, ConfigError, to_plain
+from dvla.planes.tickets import cursor_after_reshard
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.world import World, restart_count
 from dvla.telemetry.logs import set_up_logging
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from dvla.envs.protocol import EnvSpec
     from dvla.lanes.learner import Learner
     from dvla.planes.tickets import TicketBook
+    from dvla.runtime.checkpoint_writer import CheckpointWriter
     from dvla.telemetry.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -40,30 +42,28 @@ def open_run(
     Raises:
         ConfigError: It cannot be used; raised on every rank.
     """
-    said: list[Any] = [None, None, None]
+    said: list[Any] = [None, None, None, None]
     if restart_count():  # ranks that torchrun starts again after a failure were told how to begin, not how to go on
         goes_on = config.resume == "none" or checkpoint.complete_checkpoints(config.checkpoints)
         config = replace(config, resume="auto" if goes_on else config.resume, run=replace(config.run, clean=False))
-    torn: dict[Path, str] = {}
     if world.is_main:
         try:
-            torn = checkpoint.torn_checkpoints(config.checkpoints) if config.resume == "auto" else {}
-            found = checkpoint.find(config.resume, config.checkpoints)
+            found, torn = checkpoint.find(config.resume, config.checkpoints)
             is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
             if is_own and config.run.clean:
                 raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
             if found is not None:
                 require_fitting(found)
             logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
-            said = [None, str(logs), str(found) if found else None]
-        except ConfigError as error:
-            said = [str(error), None, None]
+            said = [None, str(logs), str(found) if found else None, torn]
+        except (ConfigError, checkpoint.CheckpointError) as error:
+            said = [str(error), None, None, None]
     dist.broadcast_object_list(said, src=world.main_rank, group=world.control_pg)
     if said[0] is not None:
         raise ConfigError(said[0])
     logs = Path(said[1])
     set_up_logging(world.rank, logs)
-    for folder, fault in torn.items():
+    for folder, fault in said[3].items():
         logger.warning("checkpoint %s is torn and passed over: %s", folder, fault)
     return logs, Path(said[2]) if said[2] else None
 
@@ -82,7 +82,7 @@ def _policy_identity(config: Config) -> dict[str, Any]:
 def require_same_policy(config: Config, folder: Path) -> None:
     """Refuse to resume from the checkpoint of another policy."""
     saved = checkpoint.read_train_state(folder).get("policy")
-    if saved is None:
+    if not isinstance(saved, dict):
         raise ConfigError(f"the checkpoint to resume from ({folder}) is of an older version of this program")
     for key, value in _policy_identity(config).items():
         if saved.get(key, value) != value:
@@ -101,43 +101,41 @@ def resume(
     checkpoint.load(folder, model=learner.model, optimizer=learner.optimizer, group=world.learners_pg)
     state = checkpoint.read_train_state(folder)
     version: int = state["policy_version"]
-    book.restore(**_cursor(state["cursors"], world), batches_done=version // config.algo.update_epochs)
-    reporter.restore(state["report"])
+    try:
+        cursor = cursor_after_reshard(state["cursors"], world.learner, world.num_learners)
+        book.restore(**cursor, batches_done=version // config.algo.update_epochs)
+        reporter.restore(state["report"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        fault = f"{type(error).__name__}: {error}"
+        raise checkpoint.CheckpointError(
+            f"{folder} was written by another version of this program ({fault})"
+        ) from error
     if world.is_main:
         checkpoint.take_back(config.checkpoints, version)
     return version, version if folder.resolve().parent == config.checkpoints.resolve() else None
 
 
 def saver(
-    config: Config, world: World, spec: EnvSpec, learner: Learner, reporter: Reporter
+    config: Config,
+    world: World,
+    spec: EnvSpec,
+    learner: Learner,
+    reporter: Reporter,
+    writer: CheckpointWriter,
 ) -> Callable[[int, dict[str, Any]], None]:
     """What the grpo lane calls to save version `policy_version`, from which the rank's groups go on at `cursor`."""
 
     def save(policy_version: int, cursor: dict[str, Any]) -> None:
         cursors: list[dict[str, Any]] = [{}] * world.num_learners
         dist.all_gather_object(cursors, cursor, group=world.learners_pg)
-        checkpoint.save(
-            config.checkpoints,
-            policy_version=policy_version,
-            model=learner.model,
-            optimizer=learner.optimizer,
-            train_state={
-                "policy_version": policy_version,
-                "cursors": cursors,
-                "report": reporter.state(),
-                "env_spec": asdict(spec),
-                "policy": _policy_identity(config),
-            },
-            keep=config.run.keep_checkpoints,
-            group=world.learners_pg,
-        )
+        train_state = {
+            "policy_version": policy_version,
+            "cursors": cursors,
+            "report": reporter.state(),
+            "env_spec": asdict(spec),
+            "policy": _policy_identity(config),
+            "config": to_plain(config),
+        }
+        writer.save(policy_version, learner.model, learner.optimizer, train_state)
 
     return save
-
-
-def _cursor(saved: list[dict[str, Any]], world: World) -> dict[str, Any]:
-    """Where this learner's groups go on: where they were, or past all of them when the number of learners changed."""
-    if len(saved) == world.num_learners:
-        return saved[world.learner]
-    beyond = max(cursor["next_group"] for cursor in saved) // world.num_learners + 1
-    return saved[0] | {"next_group": beyond * world.num_learners + world.learner}

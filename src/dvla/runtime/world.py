@@ -44,7 +44,9 @@ class World:
     control_pg: dist.ProcessGroup
     """gloo, all ranks: agreements of the main threads, before the lanes start and after they have ended."""
     learners_pg: dist.ProcessGroup
-    """gloo, the training ranks: agreements, metrics, checkpoints; the main thread during set-up, then the grpo lane."""
+    """gloo, the training ranks: agreements, metrics; the main thread during set-up, then the grpo lane."""
+    checkpoint_pg: dist.ProcessGroup
+    """gloo, the training ranks: whoever writes checkpoints."""
     node_pg: dist.ProcessGroup
     """gloo, the ranks of this node: set-up of what they share; main thread."""
     weights_pg: dist.ProcessGroup
@@ -180,7 +182,7 @@ def join_world(
         return dist.new_group(ranks, backend="gloo", timeout=timeout)
 
     roles = [local_roles.on_node(n, local_world_size) for n in range(num_nodes)]
-    control_pg, learners_pg = gloo(range(world_size)), gloo(learners)
+    control_pg, learners_pg, checkpoint_pg = gloo(range(world_size)), gloo(learners), gloo(learners)
     node_pgs = [gloo(range(n * local_world_size, (n + 1) * local_world_size)) for n in range(num_nodes)]
     weights_pgs = [gloo(its.with_weights) for its in roles]
     leaders_pg = None
@@ -198,6 +200,7 @@ def join_world(
         mesh,
         control_pg,
         learners_pg,
+        checkpoint_pg,
         node_pgs[node],
         weights_pgs[node],
         leaders_pg,

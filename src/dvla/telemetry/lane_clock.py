@@ -83,9 +83,9 @@ class LaneClock:
         """Count a ``with`` block as work, except for the waits inside it."""
         return self._during("busy", Doing())
 
-    def waiting(self, what: str = "", whom: str = "") -> AbstractContextManager[None]:
+    def waiting(self, what: str = "", whom: str = "", *, is_patient: bool = False) -> AbstractContextManager[None]:
         """Count a ``with`` block as waiting for `whom` to do `what`, not as the work around it."""
-        return self._during("waiting", Doing(what, whom))
+        return self._during("waiting", Doing(what, whom, is_patient))
 
     def doing(self, what: str, whom: str = "", *, is_patient: bool = False) -> AbstractContextManager[None]:
         """Say what a ``with`` block does; a collective is the work of this lane, for which it needs `whom` on other ranks."""
