@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,18 +45,20 @@ class Run:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def command(root: Path, *overrides: str, ranks: int = 2) -> list[str]:
+def command(root: Path, *overrides: str, ranks: int = 2, module: str = "dvla.train") -> list[str]:
     """Command line of a training run; without ranks it is started without torchrun."""
     start = [sys.executable, "-m"]
     if ranks:
         start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    return [*start, "dvla.train", f"run.root={root}", *overrides]
+    return [*start, module, f"run.root={root}", *overrides]
 
 
-def start(root: Path, *overrides: str, ranks: int = 2) -> subprocess.Popen:
-    """Start a run in the background, its output in one pipe."""
+def start(
+    root: Path, *overrides: str, ranks: int = 2, module: str = "dvla.train", within: Sequence[str] = ()
+) -> subprocess.Popen:
+    """Start a run in the background, its output in one pipe; `within` is put before its command line."""
     return subprocess.Popen(
-        command(root, *overrides, ranks=ranks),
+        [*within, *command(root, *overrides, ranks=ranks, module=module)],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
