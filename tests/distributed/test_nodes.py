@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from e2e.launch import QUICK, Run, wait_for_step
+from e2e.launch import QUICK, Run, wait_for_file
 from namespaces import finish, torchrun, two_nodes
 from ranks import free_port, run_ranks
 from weight_plane import as_nodes, leave
@@ -104,7 +104,7 @@ def test_two_nodes_train_lose_a_rank_and_go_on(tmp_path):
     with two_nodes() as nodes:
         endless = ("algo.num_steps=100000", "run.checkpoint_every=2")
         processes = [node.torchrun(*settings, *endless) for node in nodes]
-        wait_for_step(processes[0], folder, 3)
+        wait_for_file(processes[0], folder / "checkpoints" / "latest" / "COMPLETE.json")
         ranks = [p for p in psutil.Process(processes[1].pid).children() if "dvla" in " ".join(p.cmdline())]
         assert len(ranks) == 2
         ranks[1].kill()

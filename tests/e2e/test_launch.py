@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from e2e.launch import QUICK, REPOSITORY, Run, finish, ranks_of, wait_for_step
+from e2e.launch import QUICK, REPOSITORY, Run, finish, ranks_of, wait_for_file, wait_for_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
@@ -150,7 +150,7 @@ def test_a_killed_script_takes_its_ranks_along(tmp_path):
 def test_ranks_that_are_started_again_resume(tmp_path):
     overrides = (*QUICK, "algo.num_steps=30", "run.checkpoint_every=2")
     process = launch("one_node.sh", tmp_path, *overrides, MAX_RESTARTS="1")
-    wait_for_step(process, tmp_path / "test", 4)
+    wait_for_file(process, tmp_path / "test" / "checkpoints" / "latest" / "COMPLETE.json")
     ranks(process)[1].kill()
     run = finish(process, tmp_path)
     assert run.code == 0, run.output
@@ -178,7 +178,7 @@ def test_bare_torchrun_resumes_too_when_it_starts_its_ranks_again(tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    wait_for_step(process, tmp_path / "test", 4)
+    wait_for_file(process, tmp_path / "test" / "checkpoints" / "latest" / "COMPLETE.json")
     ranks_of(process)[1].kill()
     run = finish(process, tmp_path)
     assert run.code == 0, run.output
