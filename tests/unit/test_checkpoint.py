@@ -126,5 +126,7 @@ def test_counters_that_cannot_be_read_are_an_error_of_the_checkpoint(tmp_path, t
     folder = make(tmp_path, 10)
     assert read_train_state(folder) == {"policy_version": 10}
     (folder / TRAIN_STATE).write_text(text)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"train_state.json (cannot be read|holds no object|has no policy_version)"
+    ):
         read_train_state(folder)
