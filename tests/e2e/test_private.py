@@ -1,4 +1,6 @@
-"""While a run lives, no one else can reach it: no port on any network, no memory that another user could open."""
+"""While a run lives, no one else can reach it: no port on any network, no memory that another user could open. What it leaves
+holds no secret of whoever started it.
+"""
 
 import contextlib
 import stat
@@ -7,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from e2e.launch import QUICK, finish, wait_for_step
+from e2e.launch import QUICK, finish, train, wait_for_step
 from e2e.test_launch import family, launch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
@@ -46,3 +48,14 @@ def test_no_port_on_a_network_and_no_memory_for_others(tmp_path):
     assert set(addresses) <= {"127.0.0.1", "::1"}
     assert len(modes) >= 2  # episode slots of each rank
     assert set(modes) == {0o600}
+
+
+def test_no_file_of_a_run_has_a_secret(tmp_path, monkeypatch):
+    secret = "hf_0123456789"
+    monkeypatch.setenv("MY_HF_TOKEN", secret)
+    run = train(tmp_path / secret, *QUICK, "algo.num_steps=2", "run.checkpoint_every=1", ranks=1)
+    assert run.code == 0, run.output
+    # torch notes the folder's own path in .metadata
+    files = [path for path in run.folder.rglob("*") if path.is_file() and path.name != ".metadata"]
+    assert {"train_state.json", "config.yaml", "summary.json", "COMPLETE.json"} <= {path.name for path in files}
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []

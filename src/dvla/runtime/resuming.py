@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from dvla.planes.tickets import cursor_after_reshard
 from dvla.runtime import checkpoint, run_folder
 from dvla.runtime.world import World, restart_count
 from dvla.telemetry.logs import set_up_logging
+from dvla.telemetry.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,7 +136,7 @@ def saver(
             "report": reporter.state(),
             "env_spec": asdict(spec),
             "policy": _policy_identity(config),
-            "config": to_plain(config),
+            "config": json.loads(redact(json.dumps(to_plain(config)))),
         }
         writer.save(policy_version, learner.model, learner.optimizer, train_state)
 
