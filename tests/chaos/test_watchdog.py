@@ -1,24 +1,15 @@
 """A run that stands still ends by itself, says who is to blame, and leaves the stacks of everybody."""
 
-import os
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
-from e2e.launch import QUICK, REPOSITORY, finish, ranks_of, start, train, wait_for_file, wait_for_step
+from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wait_for_step
 
 pytestmark = [pytest.mark.chaos, pytest.mark.alone]
 
 ENDLESS = (*QUICK, "algo.num_steps=100000", "runtime.balance=false", "runtime.torch_threads=1")
 WATCHED = (*ENDLESS, "runtime.watchdog_s=12", "runtime.wait_timeout_s=12")
-
-
-def last_words(run):
-    """What each rank says in the end, by its number."""
-    lines = [line for line in run.output.splitlines() if line.startswith("dvla: rank ")]
-    return {int(line.split()[2].rstrip(":")): line for line in lines}
 
 
 def everyone(process):
@@ -47,7 +38,7 @@ def test_a_stopped_rank_is_named_and_all_end(schedule, victim, tmp_path):
     assert run.code == 1  # torchrun's own
     assert "exitcode  : 3 " in run.output
     assert run.summary["exit"] == "failed"
-    words = last_words(run)
+    words = run.last_words
     assert set(words) == {0, 1}
     for said in (run.summary["error"], *words.values(), run.output.split("Root Cause")[1]):
         assert f"the run stood still: no sign of life for 6 s: rank {victim} was silent (stopped, or its" in said
@@ -62,68 +53,60 @@ def test_a_stopped_rank_is_named_and_all_end(schedule, victim, tmp_path):
 
 
 def faulty(root, fault):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "faulty_train"]
-    return subprocess.Popen(
-        [sys.executable, *command, f"run.root={root}", *WATCHED],
-        cwd=REPOSITORY,
-        env=os.environ | {"FAULT": fault},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return start(root, *WATCHED, module="faulty_train", variables={"FAULT": fault})
 
 
 @pytest.mark.parametrize(
-    ("lane", "call", "who", "found"),
+    ("lane", "point", "call", "who", "found"),
     [
-        ("grpo", 3, "lane grpo of rank 0 (", "no lane has got on for 12 s (runtime.watchdog_s)"),
-        ("param_dist", 4, "lane grpo of rank ", "waited 12 s for"),
-        ("inference", 40, "lane sampling of rank 1 (", "waited 12 s for"),
-        ("sampling", 40, "lane grpo of rank ", "lane grpo waited 12 s for a finished group"),
+        ("grpo", "optimise", 3, "lane grpo of rank 0 (", "no lane has got on for 12 s (runtime.watchdog_s)"),
+        ("param_dist", "gather", 4, "lane grpo of rank ", "waited 12 s for"),
+        ("inference", "decide", 40, "lane sampling of rank 1 (", "waited 12 s for"),
+        ("sampling", "collect", 40, "lane grpo of rank ", "lane grpo waited 12 s for a finished group"),
     ],
 )
-def test_a_lane_that_hangs_is_named_with_the_lanes_it_holds_up(lane, call, who, found, tmp_path):
-    process = faulty(tmp_path, f"{lane} 1 {call} hang")
+def test_a_lane_that_hangs_is_named_with_the_lanes_it_holds_up(lane, point, call, who, found, tmp_path):
+    process = faulty(tmp_path, f"lane={lane} rank=1 point={point} call={call} do=hang")
     wait_for_file(process, tmp_path / "test" / "logs" / "attempt_1" / "dvla-r1-w0.log")
     started = everyone(process)
     run = finish(process, tmp_path, timeout_s=90)
     assert all_are_gone(started, 5)
     assert "exitcode  : 3 " in run.output
-    for said in (run.summary["error"], *last_words(run).values()):
+    for said in (run.summary["error"], *run.last_words.values()):
         assert found in said
         assert f"lane {lane} of rank 1 (busy" in said
         assert who in said
-    assert "faulty_train.py" in reports(run)[1]  # where it hangs
+    assert "faults.py" in reports(run)[1]  # where it hangs
     assert set(reports(run)) == {0, 1}
 
 
 def test_a_rank_whose_interpreter_is_held_up_is_silent_and_ended_with_its_stack(tmp_path):
-    process = faulty(tmp_path, "inference 1 40 hold")
+    process = faulty(tmp_path, "lane=inference rank=1 point=decide call=40 do=hold")
     wait_for_file(process, tmp_path / "test" / "logs" / "attempt_1" / "dvla-r1-w0.log")
     started = everyone(process)
     run = finish(process, tmp_path, timeout_s=90)
     assert all_are_gone(started, 5)
-    assert "rank 1 was silent" in last_words(run)[0]
+    assert "rank 1 was silent" in run.last_words[0]
     assert "rank 1 was silent" in run.summary["error"]
     log = (run.folder / "logs" / "attempt_1" / "rank00001.log").read_text()
     assert "Fatal Python error: Aborted" in log
-    assert "faulty_train.py" in log
+    assert "faults.py" in log
 
 
-@pytest.mark.parametrize(("lane", "rank"), [("sampling", 0), ("grpo", 1)])
-def test_the_first_error_is_the_last_word_of_every_rank(lane, rank, tmp_path):
-    run = finish(faulty(tmp_path, f"{lane} {rank} 3 raise"), tmp_path, timeout_s=90)
+@pytest.mark.parametrize(("lane", "rank", "point"), [("sampling", 0, "collect"), ("grpo", 1, "optimise")])
+def test_the_first_error_is_the_last_word_of_every_rank(lane, rank, point, tmp_path):
+    fault = f"lane={lane} rank={rank} point={point} call=3 do=raise"
+    run = finish(faulty(tmp_path, fault), tmp_path, timeout_s=90)
     error = f"ValueError: the arm fell off (in lane {lane})"
-    assert last_words(run)[rank] == f"dvla: rank {rank}: error: {error}"
-    for other, said in last_words(run).items():
+    assert run.last_words[rank] == f"dvla: rank {rank}: error: {error}"
+    for other, said in run.last_words.items():
         assert other == rank or said == f"dvla: rank {other}: ended by the error of rank {rank}: {error}"
     assert run.summary["exit"] == "failed"
     assert run.summary["error"] == (error if rank == 0 else f"rank 1: {error}")
     report = run.output.split("Root Cause")[1]
     assert "exitcode  : 1 " in report
     assert "Traceback (most recent call last)" in report
-    assert "in fail" in report
+    assert "in _raise" in report
     assert error in report
 
 
@@ -135,7 +118,7 @@ def test_of_a_run_whose_main_rank_was_killed_another_writes_the_summary(tmp_path
     assert run.summary["exit"] == "failed"
     assert run.summary["error"]
     assert run.summary["policy_version"] >= 2
-    assert set(last_words(run)) == {1}
+    assert set(run.last_words) == {1}
 
 
 def test_slow_and_idle_lanes_are_no_stall(tmp_path):

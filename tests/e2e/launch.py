@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,12 @@ class Run:
         """Lines of metrics.jsonl."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
+    @property
+    def last_words(self) -> dict[int, str]:
+        """What ranks said in the end, by their number."""
+        lines = [line for line in self.output.splitlines() if line.startswith("dvla: rank ")]
+        return {int(line.split()[2].rstrip(":")): line for line in lines}
+
 
 def command(root: Path, *overrides: str, ranks: int = 2, module: str = "dvla.train") -> list[str]:
     """Command line of a training run; without ranks it is started without torchrun."""
@@ -54,13 +60,27 @@ def command(root: Path, *overrides: str, ranks: int = 2, module: str = "dvla.tra
 
 
 def start(
-    root: Path, *overrides: str, ranks: int = 2, module: str = "dvla.train", within: Sequence[str] = ()
+    root: Path,
+    *overrides: str,
+    ranks: int = 2,
+    module: str = "dvla.train",
+    within: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen:
-    """Start a run in the background, its output in one pipe; `within` is put before its command line."""
+    """Start a run in the background, its output in one pipe.
+
+    Args:
+        root: Folder of runs.
+        overrides: Of the config.
+        ranks: How many; 0 starts it without torchrun.
+        module: The program.
+        within: Put before its command line.
+        variables: Added to the environment.
+    """
     return subprocess.Popen(
         [*within, *command(root, *overrides, ranks=ranks, module=module)],
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", **(variables or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

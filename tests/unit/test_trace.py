@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -192,3 +193,11 @@ def test_overlap_counts_the_common_seconds(a: list, b: list) -> None:
         return set(itertools.chain.from_iterable(range(start, end) for start, end in intervals))
 
     assert overlap_seconds(spans_of("a", a) + spans_of("b", b), "a", "b") == len(covered(a) & covered(b))
+
+
+def test_every_span_is_documented() -> None:
+    repository = Path(__file__).parents[2]
+    sources = [path.read_text() for path in (repository / "src" / "dvla").rglob("*.py")]
+    opened = {name for text in sources for name in re.findall(r"""tracer\.span\(\s*"([^"]+)\"""", text)}
+    text = (repository / "docs" / "metrics.md").read_text().split("## Spans of a trace")[1]
+    assert opened == set(re.findall(r"^\| \w+ \| `([^`]+)`", text, flags=re.MULTILINE))

@@ -266,9 +266,10 @@ class GrpoLane(Lane):
         """Evaluate exactly this version: training waits until all ranks are done, or one of them is to stop."""
         while self._evaluation is not None:  # a round of an earlier version goes on
             self._await_evaluation()
-        self._begin_evaluation()
-        while self._evaluation is not None:
-            self._await_evaluation()
+        with self.tracer.span("evaluate", version=self.policy_version):
+            self._begin_evaluation()
+            while self._evaluation is not None:
+                self._await_evaluation()
 
     def _await_evaluation(self) -> None:
         """Wait for this rank's share of the round, but not for long: then look with the others at how far all are."""

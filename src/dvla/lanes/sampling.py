@@ -202,7 +202,8 @@ class SamplingLane(Lane):
 
     def _begin(self, env: int) -> None:
         ticket, slot = self._running[env].ticket, self._running[env].slot
-        self._pool.reset(env, slot, task=ticket.task, seed=ticket.seed, ticket=ticket.id, film=ticket.film)
+        with self.tracer.span("reset", env=env, task=ticket.task, seed=ticket.seed, greedy=ticket.greedy):
+            self._pool.reset(env, slot, task=ticket.task, seed=ticket.seed, ticket=ticket.id, film=ticket.film)
 
     def _handle(self, record: Record) -> None:
         env = record.env
