@@ -58,6 +58,11 @@ test-distributed: setup ## tests on several ranks
 test-e2e: setup ## tests that train from the command line
 	@$(WITH_RENDERER) set -x; exec $(PYTEST) tests/e2e $(ARGS)
 
+.PHONY: chaos
+chaos: setup ## every test that kills or stops something, the whole matrix included (its table: perf/RESULTS.md)
+	@$(WITH_RENDERER) first=0; set -x; $(PYTEST) -m chaos --ignore=tests/chaos/test_matrix.py $(ARGS) || first=$$?; \
+	$(BIN)/python perf/chaos.py && $(BIN)/python perf/report.py && exit $$first
+
 .PHONY: lint
 lint: setup ## ruff, mypy, shellcheck
 	$(BIN)/ruff check .

@@ -173,6 +173,22 @@ def main() -> None:
         "endurance",
         {"name": "name", "after_100": "after 100", "after_500": "after 500"},
     )
+    text += section(
+        "Whatever dies, whenever: real torchrun, two ranks, reach; a checkpoint at every step",
+        "chaos",
+        {
+            "victim": "killed",
+            "moment": "in the middle of",
+            "outcome": "the run",
+            "seconds": "after s",
+            "exit_code": "exit code",
+            "error": "error",
+            "resumed_from": "next start goes on from version",
+        },
+        "\nSeconds are from the kill to the end of the last process; of a run that goes on, to its regular end. In every "
+        "row: no process and no shared memory left, every complete checkpoint whole afterwards, or retired by newer ones; "
+        "the next start completes. Who dies with torchrun's agent is killed by the kernel and can say nothing.\n",
+    )
     text += meshes()
     text += section(
         "The models against recordings of their originals, float32",

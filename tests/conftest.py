@@ -29,6 +29,7 @@ def pytest_addoption(parser):
         choices=["together", "alone"],
         help="only the tests that may run beside others (as with -n 2), or only those marked alone",
     )
+    parser.addoption("--outcomes", help="a folder for what became of each combination of the chaos matrix")
 
 
 def pytest_collection_modifyitems(config, items):
