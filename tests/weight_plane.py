@@ -22,6 +22,7 @@ from dvla.planes.semaphore import StopFlag
 from dvla.planes.shared_transport import SharedTransport
 from dvla.planes.weights import HostBuffers, Publication, Replica, ShardWriter, learner_digest
 from dvla.runtime.world import World, join_world
+from dvla.telemetry.durations import Durations
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.trace import Tracer
 
@@ -75,7 +76,7 @@ class Plane:
             trains=True,
             infers=True,
             peers=SharedTransport(world.rank, [], stop, 60),
-            sync_seconds=[],
+            syncs=Durations(),
             clock=LaneClock(),
             tracer=Tracer(0, False),
         )

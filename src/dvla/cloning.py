@@ -36,6 +36,7 @@ from dvla.models.compute_options import checkpoint_activations, compile_layers
 from dvla.models.export import write_policy
 from dvla.models.policy_source import PolicySource, prepare_policy
 from dvla.models.sharding import shard_policy
+from dvla.rl.history import Course
 from dvla.rl.learning_rate import lr_factor
 from dvla.rl.noise import decision_keys
 from dvla.runtime import checkpoint, run_folder
@@ -46,7 +47,7 @@ from dvla.runtime.resuming import open_run
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.metrics import FILE_NAME, MetricsWriter, read_metrics
 from dvla.telemetry.progress import Progress
-from dvla.telemetry.summary import SUMMARY_KEYS, first_last_mean, write_summary
+from dvla.telemetry.summary import SUMMARY_KEYS, write_summary
 from dvla.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
@@ -223,8 +224,10 @@ def _train(
             _write_policy(config, task, step)
     summary["exit"] = "stopped" if training.step < task.num_steps else "completed"
     if world.is_main:
-        losses = [line["sft/loss"] for line in read_metrics(config.run.folder / FILE_NAME)]
-        summary["loss"] = first_last_mean(losses)[1]
+        losses = Course()
+        for line in read_metrics(config.run.folder / FILE_NAME):
+            losses.add(line["sft/loss"])
+        summary["loss"] = losses.first_last_mean()[1]
 
 
 class _Training:

@@ -58,6 +58,7 @@ from dvla.runtime.placement import ROLES, describe_placement, place
 from dvla.runtime.resuming import open_run, require_same_policy, resume, saver
 from dvla.runtime.supervisor import Supervisor
 from dvla.runtime.world import World, join_world, require_same
+from dvla.telemetry.durations import Durations
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.reporter import Reporter
@@ -238,7 +239,7 @@ def _run_lanes(
             writer = ShardWriter(manifest, learner.parameters(), host, world.device)
             extents = writer.extents
         exchange = WeightExchange(world, manifest, extents, host.buffers if host else [])
-        sync_seconds: list[float] = []
+        syncs = Durations()
         if host is not None:
             lanes["param_dist"] = ParamDistLane(
                 meet=meet,
@@ -247,7 +248,7 @@ def _run_lanes(
                 trains=trains,
                 infers=infers,
                 peers=node.weights,
-                sync_seconds=sync_seconds,
+                syncs=syncs,
                 clock=clocks["param_dist"],
                 tracer=tracer.for_lane("param_dist"),
             )
@@ -299,7 +300,7 @@ def _run_lanes(
             clock.start(busy=runtime.schedule is Schedule.overlapped)
         reporter.training_starts(
             lane_uses=lambda: {n: clocks[n].total() if n in lanes else node.board.use(n) for n in LANES},
-            sync_seconds=sync_seconds,
+            syncs=syncs,
             weight_bytes=manifest.num_bytes,
             num_slots=shares.training * len(roles.sampling),
             num_free_slots=node.board.free_slots,

@@ -23,6 +23,7 @@ from dvla.planes.semaphore import StopFlag
 from dvla.planes.shared_transport import SharedTransport, connect_node
 from dvla.planes.weights import HostBuffers, Publication, Replica, ShardWriter
 from dvla.runtime.world import join_world
+from dvla.telemetry.durations import Durations
 from dvla.telemetry.lane_clock import LaneClock
 from dvla.telemetry.trace import Tracer
 
@@ -115,7 +116,7 @@ def publish_to_others(world, placement, versions):
         trains=trains,
         infers=infers,
         peers=SharedTransport(rank, ends, stop, LIMIT_S),
-        sync_seconds=[],
+        syncs=Durations(),
         clock=LaneClock(),
         tracer=Tracer(0, False),
     )

@@ -5,6 +5,7 @@ from metric_tags import documented
 
 from dvla.config import Config
 from dvla.rl.health import find_warnings
+from dvla.rl.history import History
 from e2e.launch import QUICK, train
 
 pytestmark = pytest.mark.e2e
@@ -43,7 +44,9 @@ def test_a_run_without_any_signal_ends_and_names_what_to_change(tmp_path):
         assert tasks
         assert all(line[tag] == 0 for tag in tasks)
         assert all(any(pattern.fullmatch(tag) for pattern in documented()) for tag in tasks)
-    assert [warning.name for warning in find_warnings(run.metrics, Config(), num_tasks=2)] == ["all_groups_failed"]
+    assert [warning.name for warning in find_warnings(History.of(run.metrics), Config(), num_tasks=2)] == [
+        "all_groups_failed"
+    ]
 
 
 def test_another_temperature_at_recomputation_shows_in_the_gap(tmp_path):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dvla.config import AlgoConfig, Config, Precision, RuntimeConfig, TaskSampling
 from dvla.rl.health import HEALTH_TAGS, find_warnings, success_trend, trend_z
+from dvla.rl.history import History
 
 CONFIG = Config(algo=AlgoConfig(group_size=4, groups_per_step=4))
 HEALTHY = {
@@ -43,7 +44,7 @@ def batches(count: int, **changes: Any) -> list[dict[str, Any]]:
 
 
 def names(history: list[dict[str, Any]], config: Config = CONFIG, num_tasks: int = 1) -> list[str]:
-    return [warning.name for warning in find_warnings(history, config, num_tasks=num_tasks)]
+    return [warning.name for warning in find_warnings(History.of(history), config, num_tasks=num_tasks)]
 
 
 def test_nothing_is_wrong_at_the_start_or_with_a_healthy_run() -> None:
@@ -187,9 +188,9 @@ def test_falling_success_is_seen_and_a_small_fall_forgiven() -> None:
     assert names(rising(0.5, 0.2, 30)) == ["success_falls"]
     assert names(rising(0.2, 0.5, 30) + rising(0.5, 0.0, 30)) == ["success_falls"]
     history = [HEALTHY | {"rollout/success_rate": 0.9 - 0.001 * step} for step in range(30)]
-    assert success_trend(history) == pytest.approx(-434 / math.sqrt(30 * 29 * 65 / 18))
+    assert success_trend(History.of(history)) == pytest.approx(-434 / math.sqrt(30 * 29 * 65 / 18))
     assert names(history) == []
-    assert success_trend(history[:11]) is None
+    assert success_trend(History.of(history[:11])) is None
 
 
 def test_no_progress_takes_forty_batches_and_either_success_or_return() -> None:
@@ -217,7 +218,7 @@ def every_warning() -> list[Any]:
     histories += [batches(1, advantage_success=-1.0), batches(30, advantage_success=0.0)]
     histories += [batches(10, grad_norm=50.0), batches(3, entropy=4.0) + batches(3, entropy=0.0)]
     histories += [rising(0.5, 0.2, 30), rising(0.4, 0.4, 40)]
-    return [warning for history in histories for warning in find_warnings(history, CONFIG, num_tasks=1)]
+    return [warning for history in histories for warning in find_warnings(History.of(history), CONFIG, num_tasks=1)]
 
 
 def test_every_remedy_is_one_line_and_names_keys_that_exist() -> None:

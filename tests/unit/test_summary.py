@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dvla.telemetry.summary import LANE_KEYS, SUMMARY_KEYS, first_last_mean, write_summary
+from dvla.telemetry.summary import LANE_KEYS, SUMMARY_KEYS, write_summary
 
 LANES = ("sampling", "inference", "grpo", "param_dist")
 
@@ -88,22 +88,3 @@ def test_a_failed_write_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_summary(path, summary(run=object()))
     assert json.loads(path.read_text())["run"] == "old"
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([], (None, None)),
-        ([3.0], (3.0, 3.0)),
-        ([1.0, 2.0], (1.0, 2.0)),
-        ([0.0, 2.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 6.0, 8.0], (1.0, 7.0)),
-        ([float(i) for i in range(15)], (1.0, 13.0)),  # 0.2 * 15 is a little more than 3 in floats
-        ([float(i) for i in range(11)], (1.0, 9.0)),  # rounded up
-    ],
-)
-def test_first_and_last_mean(values: list[float], expected: tuple[float | None, float | None]) -> None:
-    assert first_last_mean(values) == expected
-
-
-def test_first_and_last_mean_of_another_share() -> None:
-    assert first_last_mean([1.0, 2.0, 3.0, 4.0], fraction=0.5) == (1.5, 3.5)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dvla.lanes.meeting_points import MeetingPoints
     from dvla.planes.exchange import WeightExchange
     from dvla.planes.shared_transport import SharedTransport
+    from dvla.telemetry.durations import Durations
     from dvla.telemetry.lane_clock import LaneClock
     from dvla.telemetry.trace import Tracer
 
@@ -35,7 +36,7 @@ class ParamDistLane(Lane):
         trains: Whether this rank has a learner.
         infers: Whether this rank has a replica.
         peers: To the ranks this one tells of new versions, or, if it does not train, to the one that tells it.
-        sync_seconds: Takes the seconds from published to arrived, of each version.
+        syncs: Takes the seconds from published to arrived, of each version.
     """
 
     name = "param_dist"
@@ -49,7 +50,7 @@ class ParamDistLane(Lane):
         trains: bool,
         infers: bool,
         peers: SharedTransport,
-        sync_seconds: list[float],
+        syncs: Durations,
         clock: LaneClock,
         tracer: Tracer,
     ) -> None:
@@ -57,7 +58,7 @@ class ParamDistLane(Lane):
         self._meet, self._stop, self._exchange = meet, stop, exchange
         self._trains, self._infers, self._peers = trains, infers, peers
         self._first = True
-        self._sync_seconds = sync_seconds
+        self._syncs = syncs
 
     def step(self) -> None:
         """Distribute one version."""
@@ -76,7 +77,7 @@ class ParamDistLane(Lane):
         with self.tracer.span("hand over", version=publication.version):
             if self._infers:
                 self._meet.arrived.put(Arrival(publication.version, publication.buffer, publication.digest))
-            self._sync_seconds.append(time.monotonic() - begin)
+            self._syncs.add(time.monotonic() - begin)
             self.clock.count()
             # Once all replicas of the node have applied the version before, the next may be written (see HostBuffers).
             with self.clock.doing(f"collective: replicas apply what came before {publication.version}", "param_dist"):

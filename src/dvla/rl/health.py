@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dvla.config import Algorithm, Precision, TaskSampling
+from dvla.rl.history import FIRST_BATCHES, LAST_BATCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from dvla.config import Config
-
-    Batch = Mapping[str, float | None]
+    from dvla.rl.history import Batch, History
 
 HEALTH_TAGS = (
     *("rollout/success_rate", "rollout/return"),
@@ -36,7 +36,7 @@ HEALTH_TAGS = (
 )
 """The metrics that are judged."""
 
-SETTLED = 3
+SETTLED = FIRST_BATCHES
 """Batches in a row that must look bad: a single one may be bad luck."""
 LOGPROB_GAP = {Precision.fp32: 0.05, Precision.bf16: 0.5}
 """Nats. Rounding gives up to 1e-4 in float32 and some tenths in bfloat16, for the worst element of a batch; a
@@ -55,7 +55,7 @@ GRAD_FACTOR, GRAD_BATCHES = 20.0, 10
 """Clipping a norm that is several times too large is everyday life; twenty times, ten batches long, is not."""
 SOLVED = 0.9
 """Success above which it is no trouble that it does not rise, that few groups have a signal or the policy hardly varies."""
-TREND_BATCHES = 30
+TREND_BATCHES = LAST_BATCHES
 """A trend is that of so many batches: enough for the normal approximation, few enough to show what happens now."""
 TREND_LEAST = 12
 """Fewer batches show no trend that could be trusted."""
@@ -110,18 +110,17 @@ def trend_z(values: Sequence[float]) -> float:
     return (pairs - math.copysign(min(1.0, abs(pairs)), pairs)) / math.sqrt(variance)
 
 
-def success_trend(history: Sequence[Batch]) -> float | None:
+def success_trend(history: History) -> float | None:
     """`trend_z` of the success rates of the last `TREND_BATCHES`; None while there are too few."""
-    recent = _known(history[-TREND_BATCHES:], "rollout/success_rate")
+    recent = _known(history.last(), "rollout/success_rate")
     return trend_z(recent) if len(recent) >= TREND_LEAST else None
 
 
-def find_warnings(history: Sequence[Batch], config: Config, *, num_tasks: int) -> list[HealthWarning]:
+def find_warnings(history: History, config: Config, *, num_tasks: int) -> list[HealthWarning]:
     """What is wrong as of the last batch.
 
     Args:
-        history: Metrics of all batches so far by tag, in order of time; of `HEALTH_TAGS`, what is missing or None was
-            not measured.
+        history: Of all batches so far, with their `HEALTH_TAGS`.
         config: The run.
         num_tasks: Tasks the environment has. Where these are drawn by how often they fail, success falls as the easy ones
             are played less, and its trend means nothing.
@@ -145,18 +144,18 @@ def _known(batches: Sequence[Batch], tag: str) -> list[float]:
     return [value for batch in batches if (value := batch.get(tag)) is not None and math.isfinite(value)]
 
 
-def _least(history: Sequence[Batch], tag: str, batches: int = SETTLED) -> float:
+def _least(history: History, tag: str, batches: int = SETTLED) -> float:
     """The smallest of the last values; -inf if one of them is not known."""
-    values = _known(history[-batches:], tag)
+    values = _known(history.last(batches), tag)
     return min(values) if len(values) == batches else -math.inf
 
 
-def _is_solved(history: Sequence[Batch]) -> bool:
-    success = _known(history[-SETTLED:], "rollout/success_rate")
+def _is_solved(history: History) -> bool:
+    success = _known(history.last(SETTLED), "rollout/success_rate")
     return bool(success) and statistics.fmean(success) >= SOLVED
 
 
-def _no_signal(history: Sequence[Batch], config: Config) -> HealthWarning | None:
+def _no_signal(history: History, config: Config) -> HealthWarning | None:
     if _least(history, "rollout/zero_signal_frac") < 1:
         return None
     if _least(history, "rollout/all_failed_frac") >= 1:
@@ -182,7 +181,7 @@ def _no_signal(history: Sequence[Batch], config: Config) -> HealthWarning | None
     )
 
 
-def _too_few_signals(history: Sequence[Batch], config: Config) -> HealthWarning | None:
+def _too_few_signals(history: History, config: Config) -> HealthWarning | None:
     algo, kept = config.algo, _least(history, "train/groups_without_signal")
     is_rare = not algo.filter_zero_signal or kept < KEPT_SHARE * algo.groups_per_step
     if is_rare or _is_solved(history) or _least(history, "rollout/zero_signal_frac") >= 1:
@@ -196,8 +195,8 @@ def _too_few_signals(history: Sequence[Batch], config: Config) -> HealthWarning 
     )
 
 
-def _logprob_gap(history: Sequence[Batch], config: Config) -> HealthWarning | None:
-    gaps, bound = _known(history[-SETTLED:], "train/logprob_gap"), LOGPROB_GAP[config.runtime.precision]
+def _logprob_gap(history: History, config: Config) -> HealthWarning | None:
+    gaps, bound = _known(history.last(SETTLED), "train/logprob_gap"), LOGPROB_GAP[config.runtime.precision]
     if not gaps or gaps[-1] <= bound:
         return None
     return HealthWarning(
@@ -210,7 +209,7 @@ def _logprob_gap(history: Sequence[Batch], config: Config) -> HealthWarning | No
     )
 
 
-def _disagreement(history: Sequence[Batch], config: Config) -> HealthWarning | None:
+def _disagreement(history: History, config: Config) -> HealthWarning | None:
     """Advantages that are not for success.
 
     If success had nothing to do with the advantages, the correlation within a group would have mean 0 and variance
@@ -218,7 +217,7 @@ def _disagreement(history: Sequence[Batch], config: Config) -> HealthWarning | N
     """
     pairs = [
         (mean, groups)
-        for batch in history[-TREND_BATCHES:]
+        for batch in history.last()
         if (mean := batch.get("train/advantage_success")) is not None and (groups := batch.get("train/groups_compared"))
     ]
     if not pairs:
@@ -238,7 +237,7 @@ def _disagreement(history: Sequence[Batch], config: Config) -> HealthWarning | N
     )
 
 
-def _clipping(history: Sequence[Batch]) -> HealthWarning | None:
+def _clipping(history: History) -> HealthWarning | None:
     share = _least(history, "train/clip_frac")
     if share <= CLIP_FRAC:
         return None
@@ -249,7 +248,7 @@ def _clipping(history: Sequence[Batch]) -> HealthWarning | None:
     )
 
 
-def _ratios(history: Sequence[Batch]) -> HealthWarning | None:
+def _ratios(history: History) -> HealthWarning | None:
     largest = max(_least(history, "train/ratio_max"), _least(history, "train/behavior_ratio_max"))
     if largest <= RATIO_MAX:
         return None
@@ -260,9 +259,9 @@ def _ratios(history: Sequence[Batch]) -> HealthWarning | None:
     )
 
 
-def _entropy(history: Sequence[Batch]) -> HealthWarning | None:
-    first, last = (_known(batches, "train/entropy") for batches in (history[:SETTLED], history[-SETTLED:]))
-    if len(history) <= SETTLED or not first or not last or _is_solved(history):
+def _entropy(history: History) -> HealthWarning | None:
+    first, last = (_known(batches, "train/entropy") for batches in (history.first, history.last(SETTLED)))
+    if history.num_batches <= SETTLED or not first or not last or _is_solved(history):
         return None
     before, now = statistics.fmean(first), statistics.fmean(last)
     # Of a density the entropy may be any number, and pass zero on a good way down: being near it counts only where the
@@ -277,7 +276,7 @@ def _entropy(history: Sequence[Batch]) -> HealthWarning | None:
     )
 
 
-def _gradient(history: Sequence[Batch], config: Config) -> HealthWarning | None:
+def _gradient(history: History, config: Config) -> HealthWarning | None:
     norm, limit = _least(history, "train/grad_norm", GRAD_BATCHES), config.algo.max_grad_norm
     if norm <= GRAD_FACTOR * limit:
         return None
@@ -288,18 +287,13 @@ def _gradient(history: Sequence[Batch], config: Config) -> HealthWarning | None:
     )
 
 
-def _thirds(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of the first and of the last third."""
-    third = max(1, len(values) // 3)
-    return statistics.fmean(values[:third]), statistics.fmean(values[-third:])
-
-
-def _falling(history: Sequence[Batch]) -> HealthWarning | None:
+def _falling(history: History) -> HealthWarning | None:
     trend = success_trend(history)
     if trend is None or trend > -TREND_Z:
         return None
-    rates = _known(history[-TREND_BATCHES:], "rollout/success_rate")
-    before, now = _thirds(rates)
+    rates = _known(history.last(), "rollout/success_rate")
+    third = len(rates) // 3
+    before, now = statistics.fmean(rates[:third]), statistics.fmean(rates[-third:])
     if before - now < FALL:
         return None
     return HealthWarning(
@@ -310,16 +304,20 @@ def _falling(history: Sequence[Batch]) -> HealthWarning | None:
     )
 
 
-def _no_progress(history: Sequence[Batch]) -> HealthWarning | None:
-    rates = _known(history, "rollout/success_rate")
+def _no_progress(history: History) -> HealthWarning | None:
+    rates = history.courses["rollout/success_rate"]
     if len(rates) < PROGRESS_BATCHES or _least(history, "rollout/zero_signal_frac") >= 1:
         return None
-    before, now = _thirds(rates)
+    third = len(rates) // 3
+    before, now = rates.mean_of_first(third), rates.mean_of_last(third)
     if now >= SOLVED:
         return None
-    for values in (rates, _known(history, "rollout/return")):
+    for course in history.courses.values():
+        values = course.points()
+        if not values:
+            continue
         points = np.array_split(np.asarray(values), min(len(values), _PROGRESS_POINTS))
-        if values and trend_z([float(point.mean()) for point in points]) >= PROGRESS_Z:
+        if trend_z([float(point.mean()) for point in points]) >= PROGRESS_Z:
             return None
     return HealthWarning(
         "no_progress",

@@ -11,13 +11,15 @@ import yaml
 
 from dvla.config import Config, to_plain
 from dvla.rl.health import HEALTH_TAGS, find_warnings, success_trend
+from dvla.rl.history import History
 from dvla.telemetry.console import Console
+from dvla.telemetry.durations import Durations
 from dvla.telemetry.film import save_film
 from dvla.telemetry.lane_clock import LaneClock, LaneUse
 from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.metrics import MetricsWriter
 from dvla.telemetry.redact import redact
-from dvla.telemetry.summary import LANE_KEYS, first_last_mean, write_summary
+from dvla.telemetry.summary import LANE_KEYS, write_summary
 
 if TYPE_CHECKING:
     from dvla.lanes.grpo import StepReport
@@ -48,7 +50,7 @@ class Reporter:
         self._console = Console(is_shown, config.algo.num_steps, title=config.run.name)
         self._metrics: MetricsWriter | None = None
         self._totals = dict.fromkeys(_COUNTS, 0.0) | dict.fromkeys(_MAXIMA, -1.0)
-        self._history: list[dict[str, float | None]] = []  # HEALTH_TAGS of each batch
+        self._history = History()  # HEALTH_TAGS of the batches
         self._warnings: dict[str, dict[str, Any]] = {}  # by name, as in the summary
         self._evaluations: dict[int, float] = {}  # policy version -> success rate
         self._earlier_wall_s = 0.0
@@ -56,7 +58,7 @@ class Reporter:
         self._policy_version = 0
         self._lane_uses: Callable[[], dict[str, LaneUse]] = lambda: dict.fromkeys(LANES, LaneUse())
         self._last_uses = self._lane_uses()
-        self._sync_seconds: list[float] = []
+        self._syncs = Durations()
         self._weight_bytes = self._groups_lost = 0
         self._num_slots, self._num_free_slots = 0, lambda: 0
         self._memory_usage: Callable[[], dict[str, float]] = dict
@@ -92,7 +94,7 @@ class Reporter:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on counting where a checkpoint left off."""
         self._totals |= state["totals"]
-        self._history = [dict(zip(HEALTH_TAGS, row, strict=False)) for row in state["history"]]
+        self._history = History.from_state(state["history"])
         self._warnings = {warning["name"]: warning for warning in state.get("warnings", ())}
         self._evaluations = {int(version): rate for version, rate in state["evaluations"].items()}
         self._earlier_wall_s = state["wall_s"]
@@ -101,7 +103,7 @@ class Reporter:
         """What `restore` needs."""
         return {
             "totals": self._totals,
-            "history": [[batch.get(tag) for tag in HEALTH_TAGS] for batch in self._history],
+            "history": self._history.state(),
             "warnings": list(self._warnings.values()),
             "evaluations": self._evaluations,
             "wall_s": self._wall_s(),
@@ -111,7 +113,7 @@ class Reporter:
         self,
         *,
         lane_uses: Callable[[], dict[str, LaneUse]],
-        sync_seconds: list[float],
+        syncs: Durations,
         weight_bytes: int,
         num_slots: int,
         num_free_slots: Callable[[], int],
@@ -119,7 +121,7 @@ class Reporter:
         memory_usage: Callable[[], dict[str, float]],
     ) -> None:
         """Set-up is over; the clock of the run starts."""
-        self._lane_uses, self._sync_seconds, self._weight_bytes = lane_uses, sync_seconds, weight_bytes
+        self._lane_uses, self._syncs, self._weight_bytes = lane_uses, syncs, weight_bytes
         self._num_slots, self._num_free_slots = num_slots, num_free_slots
         self._policy_version, self._memory_usage = policy_version, memory_usage
         self._time.start()
@@ -145,7 +147,7 @@ class Reporter:
             self._totals[name] = max(self._totals[name], getattr(tally, name))
         values = tally.metrics() | report.values
         previous, self._policy_version = self._policy_version, report.policy_version
-        self._history.append({tag: values[tag] for tag in HEALTH_TAGS})
+        self._history.add({tag: values[tag] for tag in HEALTH_TAGS})
         values["health/success_trend"] = success_trend(self._history)
         values["health/warnings"] = self._judge(num_tasks=len(tally.tasks))
         seconds = self._time.delta().wall_s
@@ -154,9 +156,9 @@ class Reporter:
         values["perf/decisions_per_s"] = tally.decisions / seconds
         values["plane/data/slots_used"] = self._num_slots - self._num_free_slots()
         values["plane/data/slots_total"] = self._num_slots
-        values["plane/weights/version_syncs"] = len(self._sync_seconds)
-        if self._sync_seconds:
-            values["plane/weights/sync_s"] = self._sync_seconds[-1]
+        values["plane/weights/version_syncs"] = self._syncs.count
+        if self._syncs.count:
+            values["plane/weights/sync_s"] = self._syncs.last
         uses, last = self._lane_uses(), self._last_uses
         self._last_uses = uses
         for name in LANES:
@@ -167,7 +169,7 @@ class Reporter:
             env_steps = int(self._totals["env_steps"])
             self._metrics.write(report.policy_version, env_steps, values, tally.histograms())
         every = self._config.run.checkpoint_every
-        is_milestone = len(self._history) == 1 or report.policy_version // every > previous // every
+        is_milestone = self._history.num_batches == 1 or report.policy_version // every > previous // every
         if report.frames is not None and is_milestone:
             try:
                 save_film(self._folder / "frames" / f"step_{self._policy_version:06d}.png", report.frames)
@@ -217,10 +219,10 @@ class Reporter:
         self.finish("failed", error, writer=writer)
 
     def _summary(self, outcome: str, error: str | None) -> dict[str, Any]:
-        config, world, totals, syncs = self._config, self._world, self._totals, self._sync_seconds
+        config, world, totals, syncs = self._config, self._world, self._totals, self._syncs
         wall_s, trained = self._wall_s(), totals["trained_decisions"]
-        success_first, success_last = first_last_mean([batch["rollout/success_rate"] or 0.0 for batch in self._history])
-        return_first, return_last = first_last_mean([batch["rollout/return"] or 0.0 for batch in self._history])
+        success_first, success_last = self._history.courses["rollout/success_rate"].first_last_mean()
+        return_first, return_last = self._history.courses["rollout/return"].first_last_mean()
         uses = self._lane_uses()
         return {
             "run": config.run.name,
@@ -246,9 +248,9 @@ class Reporter:
             "staleness_mean": totals["staleness_sum"] / trained if trained else None,
             "staleness_max": totals["staleness_max"] if trained else None,
             "logprob_gap_max": totals["logprob_gap_max"] if totals["logprob_gap_max"] >= 0 else None,
-            "weight_syncs": len(syncs),
+            "weight_syncs": syncs.count,
             "weight_bytes": self._weight_bytes,
-            "weight_sync_s_mean": sum(syncs) / len(syncs) if syncs else None,
+            "weight_sync_s_mean": syncs.mean(),
             "worker_restarts": int(totals["worker_restarts"]),
             "eval_success_before": self._evaluations.get(0),
             "eval_success_after": self._evaluations.get(config.algo.num_steps),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +49,3 @@ def write_summary(path: Path, values: Mapping[str, Any]) -> None:
     ordered["lanes"] = {lane: {key: (lanes.get(lane) or {}).get(key) for key in LANE_KEYS} for lane in LANES}
     finite = json.loads(json.dumps(ordered), parse_constant=lambda _: None)  # JSON has no word for the others
     write_atomically(path, [redact(json.dumps(finite, indent=1)) + "\n"])
-
-
-def first_last_mean(values: Sequence[float], fraction: float = 0.2) -> tuple[float | None, float | None]:
-    """Mean of the first and of the last values.
-
-    Args:
-        values: In order of time; without any, both means are None.
-        fraction: Share of the values each mean takes, in (0, 1]; at least one value, rounded up.
-    """
-    if not values:
-        return None, None
-    count = max(1, math.ceil(len(values) * fraction - 1e-9))  # 0.2 * 15 is a little more than 3
-    return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
