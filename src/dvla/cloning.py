@@ -77,40 +77,42 @@ def clone(config: SftConfig, stop_request: StopRequest) -> int:
     dataset = read_dataset(config.data)
     require_same(world, "dataset", dataset.fingerprint())
     task = _Task.of(config, dataset)
-    logs, resume_from = open_run(config, world, task.require_same)
-    summary: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS) | {
-        "run": config.run.name,
-        "exit": "failed",
-        "device": world.device.type,
-        "world_size": world.world_size,
-        "nodes": world.num_nodes,
-        "model": f"{config.model.name}/{config.model.checkpoint or config.model.preset}",
-        "dataset": dataset.name,
-        "steps": None,
-        "loss": None,
-        "held_out_loss": None,
-        "held_out_accuracy": None,
-        "samples_per_s": None,
-    }
-    try:
-        _train(config, task, world, resume_from, stop_request, summary)
-    except BaseException as error:
-        logger.error("the run failed", exc_info=error, extra={"file_only": True})
-        first = settle(logs, Failure.of(world.rank, error))[0]
-        summary["error"] = first.told_by(world.rank)
-        if isinstance(error, ConfigError):
-            raise
-        raise RunFailedError(first) from error
-    finally:
-        if world.is_main:
-            summary["wall_s"] = time.monotonic() - begin
-            with contextlib.suppress(OSError):  # a full disk must not hide what happened first
-                write_summary(config.run.folder / "summary.json", summary)
-    if world.is_main and config.telemetry.console:
-        figures = ", ".join(
-            f"{key} {summary[key]:.3f}" for key in ("loss", "held_out_loss") if summary[key] is not None
-        )
-        print(f"{summary['exit']}: {summary['steps']} optimiser steps, {figures}\npolicy: {config.run.folder / POLICY}")
+    with open_run(config, world, task.require_same) as (logs, resume_from):
+        summary: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS) | {
+            "run": config.run.name,
+            "exit": "failed",
+            "device": world.device.type,
+            "world_size": world.world_size,
+            "nodes": world.num_nodes,
+            "model": f"{config.model.name}/{config.model.checkpoint or config.model.preset}",
+            "dataset": dataset.name,
+            "steps": None,
+            "loss": None,
+            "held_out_loss": None,
+            "held_out_accuracy": None,
+            "samples_per_s": None,
+        }
+        try:
+            _train(config, task, world, resume_from, stop_request, summary)
+        except BaseException as error:
+            logger.error("the run failed", exc_info=error, extra={"file_only": True})
+            first = settle(logs, Failure.of(world.rank, error))[0]
+            summary["error"] = first.told_by(world.rank)
+            if isinstance(error, ConfigError):
+                raise
+            raise RunFailedError(first) from error
+        finally:
+            if world.is_main:
+                summary["wall_s"] = time.monotonic() - begin
+                with contextlib.suppress(OSError):  # a full disk must not hide what happened first
+                    write_summary(config.run.folder / "summary.json", summary)
+        if world.is_main and config.telemetry.console:
+            figures = ", ".join(
+                f"{key} {summary[key]:.3f}" for key in ("loss", "held_out_loss") if summary[key] is not None
+            )
+            print(
+                f"{summary['exit']}: {summary['steps']} optimiser steps, {figures}\npolicy: {config.run.folder / POLICY}"
+            )
     return 0
 
 

@@ -103,7 +103,20 @@ def run(config: Config, stop_request: StopRequest) -> int:
     # What cannot work is refused before anything is written or started.
     config.slots_per_sampler(world.num_learners, world.num_samplers)
     check_policy(config.model, tuple(config.env.cameras), expected_action_dim(config.env, config.render))
-    logs, resume_from = open_run(config, world, partial(require_same_policy, config))
+    with open_run(config, world, partial(require_same_policy, config)) as (logs, resume_from):
+        _run_in_folder(config, world, memory, stop_request, logs, resume_from)
+    return 0
+
+
+def _run_in_folder(
+    config: Config, world: World, memory: Memory, stop_request: StopRequest, logs: Path, resume_from: Path | None
+) -> None:
+    """Run the lanes, and write down how they ended.
+
+    Raises:
+        ConfigError: A setting cannot work.
+        RunFailedError: A rank, perhaps another one, failed.
+    """
     reporter = Reporter(config, world)
     try:
         with reporter:
@@ -121,7 +134,6 @@ def run(config: Config, stop_request: StopRequest) -> int:
         if isinstance(error, ConfigError):
             raise error from error.__cause__
         raise RunFailedError(failures[0]) from error
-    return 0
 
 
 def _run_lanes(

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dvla.config import Config, ModelConfig, RunConfig
-from dvla.runtime.run_folder import prepare
+from dvla.runtime.run_folder import claim, prepare
 from dvla.telemetry.logs import set_up_logging
 from dvla.telemetry.redact import redact
 from dvla.telemetry.summary import SUMMARY_KEYS, write_summary
@@ -29,7 +29,8 @@ def test_names_take_the_place_of_values():
 def test_no_file_of_a_run_has_them(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", f"model.checkpoint=https://{SECRET}@hub"])
     config = Config(run=RunConfig(root=str(tmp_path)), model=ModelConfig(checkpoint=f"https://{SECRET}@hub"))
-    logs = prepare(config, resuming=False)
+    with claim(config.run.folder):
+        logs = prepare(config, resuming=False)
     before = list(logging.getLogger().handlers)
     set_up_logging(1, logs)
     try:

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from dvla.config import Config, ConfigError, RunConfig, to_plain
-from dvla.runtime.run_folder import prepare
+from dvla.runtime.run_folder import claim, prepare
 
 
 def config_in(tmp_path, **changes):
@@ -13,7 +13,8 @@ def config_in(tmp_path, **changes):
 
 def test_a_new_run_gets_its_folder(tmp_path):
     config = config_in(tmp_path)
-    logs = prepare(config, resuming=False)
+    with claim(config.run.folder):
+        logs = prepare(config, resuming=False)
     assert logs == tmp_path / "test" / "logs" / "attempt_1"
     assert yaml.safe_load((tmp_path / "test" / "config.yaml").read_text()) == to_plain(config)
     assert "torch" in json.loads((tmp_path / "test" / "env.json").read_text())["versions"]
@@ -37,9 +38,13 @@ def test_only_a_folder_without_results_is_used_again(tmp_path, entry, is_kept):
 
 
 def test_one_folder_has_one_live_run(tmp_path):
-    prepare(config_in(tmp_path), resuming=False)
-    for changes, resuming in (({}, True), ({"clean": True}, False)):
-        with pytest.raises(
-            ConfigError, match=r"another run is writing to .*test: wait for it, or give another run\.name"
+    folder = config_in(tmp_path).run.folder
+    for _ in range(2):  # it is free again afterwards
+        with (
+            claim(folder),
+            pytest.raises(
+                ConfigError, match=r"another run is writing to .*test: wait for it, or give another run\.name"
+            ),
+            claim(folder),
         ):
-            prepare(config_in(tmp_path, **changes), resuming=resuming)
+            pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from dvla.telemetry.logs import set_up_logging
 from dvla.telemetry.redact import redact
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dvla.config import SftConfig
     from dvla.envs.protocol import EnvSpec
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
 def open_run(
     config: Config | SftConfig, world: World, require_fitting: Callable[[Path], None]
-) -> tuple[Path, Path | None]:
-    """The main rank opens the run folder for all; (folder of this attempt's logs, checkpoint to resume from).
+) -> Iterator[tuple[Path, Path | None]]:
+    """The main rank opens the run folder for all, and keeps it until the block ends.
+
+    Gives the folder of this attempt's logs, and the checkpoint to resume from.
 
     Args:
         config: The run.
@@ -48,26 +52,30 @@ def open_run(
     if restart_count():  # ranks that torchrun starts again after a failure were told how to begin, not how to go on
         goes_on = config.resume == "none" or checkpoint.complete_checkpoints(config.checkpoints)
         config = replace(config, resume="auto" if goes_on else config.resume, run=replace(config.run, clean=False))
-    if world.is_main:
-        try:
-            found, torn = checkpoint.find(config.resume, config.checkpoints)
-            is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
-            if is_own and config.run.clean:
-                raise ConfigError(f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out")
-            if found is not None:
-                require_fitting(found)
-            logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
-            said = [None, str(logs), str(found) if found else None, torn]
-        except (ConfigError, checkpoint.CheckpointError) as error:
-            said = [str(error), None, None, None]
-    dist.broadcast_object_list(said, src=world.main_rank, group=world.control_pg)
-    if said[0] is not None:
-        raise ConfigError(said[0])
-    logs = Path(said[1])
-    set_up_logging(world.rank, logs)
-    for folder, fault in said[3].items():
-        logger.warning("checkpoint %s is torn and passed over: %s", folder, fault)
-    return logs, Path(said[2]) if said[2] else None
+    with ExitStack() as claims:
+        if world.is_main:
+            try:
+                found, torn = checkpoint.find(config.resume, config.checkpoints)
+                is_own = found is not None and found.resolve().is_relative_to(config.run.folder.resolve())
+                if is_own and config.run.clean:
+                    raise ConfigError(
+                        f"run.clean=true would remove the checkpoint to resume from ({found}): leave one out"
+                    )
+                if found is not None:
+                    require_fitting(found)
+                claims.enter_context(run_folder.claim(config.run.folder))
+                logs = run_folder.prepare(config, resuming=is_own or config.resume == "auto")
+                said = [None, str(logs), str(found) if found else None, torn]
+            except (ConfigError, checkpoint.CheckpointError) as error:
+                said = [str(error), None, None, None]
+        dist.broadcast_object_list(said, src=world.main_rank, group=world.control_pg)
+        if said[0] is not None:
+            raise ConfigError(said[0])
+        logs = Path(said[1])
+        set_up_logging(world.rank, logs)
+        for folder, fault in said[3].items():
+            logger.warning("checkpoint %s is torn and passed over: %s", folder, fault)
+        yield logs, Path(said[2]) if said[2] else None
 
 
 def _policy_identity(config: Config) -> dict[str, Any]:

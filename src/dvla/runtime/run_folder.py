@@ -8,6 +8,8 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -17,8 +19,28 @@ from dvla.config import Config, ConfigError, SftConfig, to_plain
 from dvla.telemetry.redact import redact
 
 
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Make the run folder if it is not there, and lock it until the block ends, or this process; the main rank only.
+
+    Raises:
+        ConfigError: A live run has it, or it cannot be written.
+    """
+    with _faults_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another run is writing to {folder}: wait for it, or give another run.name") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
-    """Make the run folder, or take over an old one as the config allows; rank 0 only.
+    """Make a claimed folder ready, or take over an old one as the config allows; the main rank only.
 
     Returns:
         The folder for this attempt's logs.
@@ -27,9 +49,7 @@ def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
         ConfigError: The folder holds an older run, or cannot be written.
     """
     folder = config.run.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _claim(folder)
+    with _faults_named(folder):
         if config.run.clean:
             if not (folder / "config.yaml").exists() and any(folder.iterdir()):
                 raise ConfigError(
@@ -51,12 +71,18 @@ def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
         (folder / "summary.json").unlink(missing_ok=True)  # of an earlier attempt: a killed one writes none
         (folder / "config.yaml").write_text(redact(yaml.safe_dump(to_plain(config), sort_keys=False)))
         (folder / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n")
+    return attempt_logs
+
+
+@contextmanager
+def _faults_named(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"cannot write to the run folder {folder} ({error.strerror or error}): set run.root to a folder on a disk "
             "that can be written"
         ) from error
-    return attempt_logs
 
 
 def _is_failed_start(folder: Path) -> bool:
@@ -64,19 +90,6 @@ def _is_failed_start(folder: Path) -> bool:
     metrics = folder / "metrics.jsonl"
     has_results = (folder / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
     return (folder / "config.yaml").exists() and not has_results
-
-
-def _claim(folder: Path) -> None:
-    """Lock the folder for as long as this process lives.
-
-    Raises:
-        ConfigError: A live run has it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)  # never closed: the lock lives with the process
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"another run is writing to {folder}: wait for it, or give another run.name") from None
 
 
 def point_link(link: Path, target: str) -> None:
