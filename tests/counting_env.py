@@ -46,6 +46,8 @@ class CountingEnv:
         )
         if fault == "build":
             raise RuntimeError("no simulator today")
+        if fault == "ask":
+            input("May I download the assets? [y/n] ")
         self.fault = fault
         self.resets = 0
         self.values = np.zeros(4, np.float32)

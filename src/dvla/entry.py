@@ -35,6 +35,9 @@ def start_rank(config_name: str, title: str, work: Callable[[DictConfig, StopReq
     stop_request.install()  # before the heavy imports: a signal during start-up must not kill one rank alone
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
+        # A library that asks something (may it download, may it run code) reads the end of the input, and fails, instead
+        # of waiting for an answer with all ranks.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     rank = int(os.environ.get("RANK", "0"))
     set_title(f"{title}:r{rank}")
     register()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -240,6 +241,28 @@ def test_a_truncated_shard_is_refused(name, tokenizer, tmp_path):
     shard = sorted(folder.glob("model*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-100])
     refuse(model_config(name, tokenizer, folder), f"{shard.name} is damaged")
+
+
+@pytest.mark.parametrize("name", ["openvla_oft", "pi05"])
+@pytest.mark.parametrize("how", ["missing", "unexpected", "of another shape"])
+def test_no_weight_stays_random_because_a_tensor_does_not_fit(name, how, tokenizer, tmp_path):
+    folder = copy_of({"openvla_oft": OFT, "pi05": PI05}[name], tmp_path)
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    shards = sorted(folder.glob("model*.safetensors"))
+    weights = {key: tensor for shard in shards for key, tensor in load_file(shard).items()}
+    for shard in shards:
+        shard.unlink()
+    victim = next(key for key in weights if key.endswith("layers.1.mlp.down_proj.weight"))
+    match how:
+        case "missing":
+            del weights[victim]
+        case "unexpected":
+            victim = victim.replace("down_proj", "side_proj")
+            weights[victim] = torch.zeros(2, 2)
+        case _:
+            weights[victim] = weights[victim][:-1].clone()
+    save_file(weights, folder / "model.safetensors")
+    refuse(model_config(name, tokenizer, folder), f"1 {how}: {re.escape(victim)}")
 
 
 def test_missing_statistics_and_unknown_keys_are_refused(tokenizer, tmp_path):

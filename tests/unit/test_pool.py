@@ -1,7 +1,9 @@
 """Real worker processes: what they write, when they stop stepping, and how their faults show."""
 
 import os
+import re
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,6 +163,13 @@ def test_a_killed_worker_is_named_with_its_signal(start):
 def test_a_simulator_that_cannot_be_built_says_so(start):
     with pytest.raises(WorkerError, match="RuntimeError: no simulator today"):
         start(fault="build")
+
+
+def test_a_simulator_that_asks_something_gets_no_answer_and_the_question_is_told(start):
+    with pytest.raises(WorkerError, match="EOFError: EOF when reading a line") as caught:
+        start(fault="ask")
+    log = next(iter(re.findall(r"its log: (.+?)\)", str(caught.value))))
+    assert "May I download the assets? [y/n]" in Path(log).read_text()
 
 
 @pytest.mark.parametrize(
