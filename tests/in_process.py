@@ -20,7 +20,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """After which a run that has not ended is said to hang."""
 QUICK = (
     *("env=reach", "env.reward_mode=dense", "model.preset=nano", "algo.group_size=2", "algo.groups_per_step=2"),
