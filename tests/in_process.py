@@ -211,7 +211,7 @@ def end_while_blocked(
 
 
 def held() -> dict[str, int]:
-    """What this process holds: descriptors, threads, child processes, mappings of shared memory."""
+    """What this process holds: descriptors, threads, child processes, mappings of shared memory, parts of runs."""
     import psutil
 
     process = psutil.Process()
@@ -219,6 +219,9 @@ def held() -> dict[str, int]:
         "descriptors": process.num_fds(),
         "threads": threading.active_count(),
         "children": len(process.children()),
+        "parts": sum(
+            str(type(thing)).startswith(("<class 'dvla.lanes", "<class 'dvla.planes")) for thing in gc.get_objects()
+        ),
         "segments": sum(line.split()[1].endswith("s") for line in Path("/proc/self/maps").read_text().splitlines()),
     }
 

@@ -48,7 +48,9 @@ SPEEDS = {
         *("env.reward_mode=sparse", "env.max_episode_steps=1", "model.num_action_chunks=1"),
         *("algo.filter_zero_signal=true", "algo.max_dropped_per_step=3"),
     ),
-    "a last micro-batch in part": ("algo.update_epochs=2", "algo.groups_per_step=3", "algo.micro_batch_size=3"),
+    "a last micro-batch in part": (
+        *("algo.update_epochs=2", "algo.groups_per_step=3", "algo.micro_batch_size=3", "runtime.num_slots=6"),
+    ),
 }
 
 
