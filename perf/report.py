@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,21 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(map(number, row)) + " |" for row in rows]) + "\n"
 
 
-def section(title: str, name: str, head: dict[str, str], note: str = "") -> str:
-    """One measurement as a section: a row per row of its file, a column per key of `head`."""
+def section(
+    title: str,
+    name: str,
+    head: dict[str, str],
+    note: str = "",
+    is_shown: Callable[[dict[str, Any]], bool] = lambda row: True,
+) -> str:
+    """One measurement as a section: a row per row of its file that `is_shown`, a column per key of `head`."""
     path = HERE / "results" / f"{name}.json"
     if not path.exists():
         return f"\n## {title}\n\nNot measured yet: `python perf/{name}.py`.\n"
     data = json.loads(path.read_text())
     machine = data["machine"]
     where = ", ".join(f"{key} {machine[key]}" for key in ("cpu", "cores", "memory_gib", "python", "date", "commit"))
-    rows = [[row.get(key) for key in head] for row in data["rows"]]
+    rows = [[row.get(key) for key in head] for row in data["rows"] if is_shown(row)]
     return f"\n## {title}\n\n`{data['command']}` ({where})\n\n{table(list(head.values()), rows)}{note}"
 
 
@@ -200,9 +207,12 @@ def main() -> None:
             "per_1000_steps": "growth in 1,000 steps",
             "half_width": "±",
         },
-        "\nrss: resident memory, MiB; shared: its share of shared memory, MiB; segments: mappings of shared memory. A worker "
-        "that films for the first time loads the video codecs (22 MiB). What is left of growth in the perceptron's ranks is "
-        "the heap that settles: it becomes less and less.\n",
+        "\nWhat is not in the table did not change at all after the first quarter: most descriptors, threads, segments "
+        "and children. rss: resident memory, MiB; shared: its share of shared memory, MiB; segments: mappings of shared "
+        "memory. A worker that films for the first time loads the video codecs (22 MiB). What is left of growth in the "
+        "perceptron's ranks is the heap that settles: it becomes less and less.\n",
+        # Of processes × kinds most never change.
+        is_shown=lambda row: bool(row.get("half_width")) or row["name"].endswith(("samples", "seconds")),
     )
     text += section(
         "200 runs started and stopped in one process, each at another moment",
