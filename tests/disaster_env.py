@@ -1,11 +1,7 @@
-"""The real simulators with a disaster: the worker is killed in the middle of a reset, a chunk or a picture, once.
-
-They have as few tasks as a test wants: LIBERO takes a second or more to build each.
-"""
+"""The real simulators with a disaster: the worker is killed in the middle of a reset, a chunk or a picture, once."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import signal
@@ -18,19 +14,11 @@ _AFTER_S = 0.002  # each of the three takes longer than this, or dies a moment l
 
 
 def with_disaster(environment):
-    """A class that behaves as `environment`, with options of its own.
-
-    These are `place` ("reset", "step" or "observe"), `count` and `marker` of the disaster, and `tasks`, how many to keep.
-    """
+    """A class that behaves as `environment`, with the options `place` ("reset", "step", "observe"), `count` and `marker`."""
 
     class Disaster(environment):
-        def __init__(self, *args, place="", count=0, marker="", tasks=None, **options):
+        def __init__(self, *args, place="", count=0, marker="", **options):
             super().__init__(*args, **options)
-            self.spec = dataclasses.replace(
-                self.spec,
-                instructions=self.spec.instructions[:tasks],
-                num_initial_states=self.spec.num_initial_states[:tasks],
-            )
             self._place, self._left, self._marker = place, count, marker
 
         def _strike(self, place):
@@ -57,8 +45,7 @@ def with_disaster(environment):
             return super().observe(images, state)
 
     own = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in ("place", "count", "marker", "tasks")
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("place", "count", "marker")
     ]
     parameters = [*inspect.signature(environment).parameters.values()]
     Disaster.__signature__ = inspect.Signature(
