@@ -7,6 +7,8 @@ an evaluation. What the process holds is read after each; the line is fitted to 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import sys
 import tempfile
@@ -25,6 +27,26 @@ from in_process import STOPS, stop_at
 CYCLES, FIRST, WARM = 200, 20, 40
 
 
+class HeapUse(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
+            "keepcost",
+        )
+    )
+
+
+def heap_mib() -> float:
+    """What this process has asked of its heap and not given back; the rest of its resident memory is room in between."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = HeapUse
+    use = mallinfo2()
+    return (use.uordblks + use.hblkhd) / 2**20
+
+
 def main() -> None:
     """Measure and store."""
     torch.set_num_threads(1)
@@ -33,10 +55,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as root:
             summary = stop_at(Path(root), *stop)
             assert summary["exit"] == "stopped", summary["error"]
-        held.append(holdings(psutil.Process()))
+        gc.collect()
+        held.append(holdings(psutil.Process()) | {"heap_mib": heap_mib()})
         sys.stderr.write(f"{len(held)} {held[-1]}\n")
     rows = []
-    for kind in KINDS:
+    for kind in (*KINDS, "heap_mib"):
         values = [now[kind] for now in held]
         slope, half_width = growth(range(WARM, CYCLES), values[WARM:])
         row = {"name": kind, f"after_{FIRST}": values[FIRST - 1], f"after_{CYCLES}": values[-1]}
