@@ -7,7 +7,6 @@ an evaluation. What the process holds is read after each; the line is fitted to 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import sys
@@ -20,6 +19,8 @@ import torch
 from holdings import KINDS, growth, holdings
 from runs import REPOSITORY, store
 
+from dvla.runtime.host_memory import heap_account
+
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
 from in_process import STOPS, stop_at
@@ -27,24 +28,11 @@ from in_process import STOPS, stop_at
 CYCLES, FIRST, WARM = 200, 20, 40
 
 
-class HeapUse(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
-            "keepcost",
-        )
-    )
-
-
 def heap_mib() -> float:
     """What this process has asked of its heap and not given back; the rest of its resident memory is room in between."""
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = HeapUse
-    use = mallinfo2()
-    return (use.uordblks + use.hblkhd) / 2**20
+    heap = heap_account()
+    assert heap is not None, "needs glibc 2.33 or newer"
+    return (heap.uordblks + heap.hblkhd) / 2**20
 
 
 def main() -> None:

@@ -37,7 +37,10 @@ def start_rank(config_name: str, title: str, work: Callable[[DictConfig, StopReq
         die_with_parent()
         # A library that asks something (may it download, may it run code) reads the end of the input, and fails, instead
         # of waiting for an answer with all ranks.
-        os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        if nothing != 0:  # else the input was closed, and this has taken its place
+            os.dup2(nothing, 0)
+            os.close(nothing)
     rank = int(os.environ.get("RANK", "0"))
     set_title(f"{title}:r{rank}")
     register()

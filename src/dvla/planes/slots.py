@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
+
+from dvla.planes.anonymous_memory import create_anonymous_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -129,10 +130,7 @@ def create_memory(name: str, num_bytes: int) -> int:
             f"{name} needs {num_bytes / 2**20:.0f} MiB of shared memory, {available / 2**20:.0f} MiB are free: lower "
             "runtime.num_slots, algo.groups_per_step, algo.max_staleness or env.image_size"
         )
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.fchmod(descriptor, 0o600)  # it has no name, but others could open it by /proc/PID/fd
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor
+    return create_anonymous_memory(name, num_bytes)
 
 
 def map_memory(descriptor: int, num_bytes: int) -> np.ndarray:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dvla.planes.anonymous_memory import create_anonymous_memory
 from dvla.runtime.device import finish_copies, pin, unpin
 
 if TYPE_CHECKING:
@@ -114,10 +115,7 @@ def _create_memory(num_bytes: int) -> int:
     available = psutil.virtual_memory().available
     if num_bytes > available:
         raise MemoryError(f"{available / 2**20:.0f} MiB are free")
-    descriptor = os.memfd_create("dvla-weights", os.MFD_CLOEXEC)
-    os.fchmod(descriptor, 0o600)  # it has no name, but other users could open it by /proc/PID/fd
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor
+    return create_anonymous_memory("dvla-weights", num_bytes)
 
 
 def shard_rows(parameter: DTensor) -> tuple[int, int]:

@@ -29,18 +29,25 @@ class HostMemory:
 
     def unused(self) -> int:
         """The part of it that the C library keeps for later; 0 where it does not tell."""
-        mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33
-        if mallinfo is None:
-            return 0
-        mallinfo.restype = _MallInfo
-        return int(mallinfo().fordblks)
+        heap = heap_account()
+        return heap.fordblks if heap else 0
 
 
-class _MallInfo(ctypes.Structure):
-    """What `mallinfo2` returns; `fordblks` are the free bytes of all arenas."""
+class HeapAccount(ctypes.Structure):
+    """What `mallinfo2` returns, in bytes: `fordblks` are free, `uordblks` and, as mappings of their own, `hblkhd` in use."""
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     _fields_ = [(name, ctypes.c_size_t) for name in _names]
+
+
+def heap_account() -> HeapAccount | None:
+    """The C library's account of the heap of this process; None where it gives none."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33
+    if mallinfo is None:
+        return None
+    mallinfo.restype = HeapAccount
+    account: HeapAccount = mallinfo()
+    return account
 
 
 def cgroup_rooms(own: Path, mount: Path) -> Iterator[int]:
