@@ -119,7 +119,7 @@ class Sampler:
         sampling = SamplingLane(
             **common,
             sources=[OneEpisodeEach(num_envs, task, seed, learner.leave)],  # the lane ends when the learner leaves
-            stages=Stages(num_envs, None),
+            stages=Stages(None),
             learners=learners,
             home=0,
             ask=meet.requests.put,
@@ -163,7 +163,7 @@ class Sampler:
         for transport in (learners, learner):
             transport.close()
         if errors.first is not None:
-            raise errors.first[1]
+            raise errors.first
         return seconds
 
 
