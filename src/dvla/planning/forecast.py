@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from dvla.config import Config
     from dvla.planning.profile import Profile
 
-_MEASURED_BATCHES = 12
+_MEASURED_BATCHES = 8
+_MEASURED_EPISODES = 600
+"""At least so many of each: the mean length of episodes, drawn at random, must be that of the profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ def forecast(config: Config, profile: Profile, *, num_nodes: int, ranks_per_node
     node.run(first)
     begin, busy, counts = node.kernel.now, dict(node.busy_s), Counter(node.counts)
     node.staleness_max = 0.0
-    node.run(_MEASURED_BATCHES)
+    episodes_per_batch = config.algo.groups_per_step * config.algo.group_size // num_nodes
+    num_batches = max(_MEASURED_BATCHES, -(-_MEASURED_EPISODES // episodes_per_batch))
+    node.run(num_batches)
     seconds = node.kernel.now - begin
     if seconds <= 0:
         raise ConfigError("profile: all costs are 0, so there is nothing to plan")
@@ -81,10 +85,10 @@ def forecast(config: Config, profile: Profile, *, num_nodes: int, ranks_per_node
     }
     decisions_per_s = num_nodes * counts["decisions"] / seconds
     return Forecast(
-        step_s=seconds / _MEASURED_BATCHES,
+        step_s=seconds / num_batches,
         env_steps_per_s=decisions_per_s * profile.steps_per_decision,
         decisions_per_s=decisions_per_s,
-        groups_trained_per_s=config.algo.groups_per_step * _MEASURED_BATCHES / seconds,
+        groups_trained_per_s=config.algo.groups_per_step * num_batches / seconds,
         bubbles={
             name: max(0.0, 1 - (node.busy_s[name] - busy.get(name, 0.0)) / (count * seconds))
             for name, count in num.items()

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dvla.config import Schedule
+from dvla.config import Placement, Schedule
 from dvla.lanes.balance import BatchTimes, deal_groups
 from dvla.lanes.stages import Stages
 from dvla.planes.tickets import TicketBook
@@ -70,6 +70,10 @@ class Node:
         num_learners = num_nodes * len(roles.training)
         self.num_slots = config.slots_per_sampler(num_learners, num_nodes * len(roles.sampling))
         self.groups_per_batch = config.groups_per_learner(num_learners)
+        is_shared = not profile.is_batch_simulator or config.placement.name is not Placement.colocated
+        has_room = self.num_slots >= len(roles.training) * config.algo.group_size
+        self.can_move = config.moves_groups and len(roles.sampling) > 1 and is_shared and has_room
+        """Whether any rank may sample for any other."""
         self.max_dropped = -(-config.algo.max_dropped_per_step // num_learners)
         self.cores = Resource(profile.cores or float("inf"))
         ranks = sorted({*roles.sampling, *roles.inference, *roles.training})
@@ -279,7 +283,7 @@ class Sampler:
 
     def _begin(self) -> bool:
         roles, size = self.node.roles, self.node.config.algo.group_size
-        sharing = roles.training if self.node.config.moves_groups else roles.learners_of(self.rank)
+        sharing = roles.training if self.node.can_move else roles.learners_of(self.rank)
         for group in self._ordered:
             others = (learner for rank in sharing if (learner := self.node.learners[rank]) is not group.learner)
             without = sum(not self._held[other] for other in others)
@@ -527,7 +531,7 @@ class Learner:
         while (started := self._book.start_group(self._version // node.config.algo.update_epochs)) is not None:
             numbers.append(started[0])
         turn = numbers[0] // len(roles.training) if numbers else 0
-        if node.config.moves_groups and len(roles.sampling) > 1:
+        if node.can_move:
             step, first = len(roles.training), roles.sampling.index(roles.sampler_of(self._rank, turn)) - self._number
             loads = [float(sampler.num_open) for sampler in node.samplers.values()]
             dealt = deal_groups(step * len(numbers), loads, [1.0] * len(loads), first)[self._number :: step]

@@ -53,10 +53,10 @@ def placements(ranks_per_node: int) -> list[PlacementConfig]:
             third = ranks_per_node - first - second
             common = gcd(gcd(first, second), third)
             ratio = f"{first // common}:{second // common}"
-            if third:
-                found.add((Placement.hybrid, f"{ratio}:{third // common}"))
-            else:
-                found |= {(Placement.separated, ratio), (Placement.hybrid, ratio)}
+            if not third:
+                found.add((Placement.separated, ratio))
+            if second <= first:  # else inference ranks would have nobody to decide for
+                found.add((Placement.hybrid, f"{ratio}:{third // common}" if third else ratio))
     return [PlacementConfig(name=name, ratio=ratio) for name, ratio in sorted(found, key=lambda kind: kind[0].name)]
 
 
