@@ -176,6 +176,52 @@ def main() -> None:
         {"name": "name", "value": "value", "unit": "unit"},
     )
     text += section(
+        "The planner: forecasts of runs from one calibration run (injected delays)",
+        "planner",
+        {
+            "name": "setting",
+            "ranks": "ranks",
+            "measured_s": "batch s",
+            "forecast_s": "foretold s",
+            "error_frac": "error",
+            "measured_per_s": "decisions/s",
+            "forecast_per_s": "foretold",
+        },
+    )
+    text += section(
+        "The paper's table from stated stage costs, control steps/s (docs/planning.md)",
+        "paper_table",
+        {
+            "system": "system",
+            "model": "model",
+            "gpus": "GPUs",
+            "envs": "envs",
+            "published": "published",
+            "forecast": "forecast",
+            "error_frac": "forecast / published - 1",
+            "how": "costs",
+        },
+    )
+    text += section(
+        "Scale on paper: GiB of a rank (weights, gradients, optimiser) and, a step, over links (docs/scale.md)",
+        "scale",
+        {
+            "model": "model",
+            "ranks": "ranks",
+            "copies": "copies",
+            "weights_gib": "weights",
+            "gradients_gib": "gradients",
+            "optimiser_gib": "optimiser",
+            "state_gib": "all three",
+            "gathered_gib": "gathered",
+            "replica_gib": "replica",
+            "host_buffers_gib": "host buffers, node",
+            "weights_per_node_gib": "weights in, node",
+            "reduce_scatter_gib": "reduce-scatter, rank",
+            "all_reduce_gib": "all-reduce, rank",
+        },
+    )
+    text += section(
         "500 episodes: does anything grow?",
         "endurance",
         {"name": "name", "after_100": "after 100", "after_500": "after 500"},

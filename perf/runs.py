@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -17,17 +18,22 @@ from scipy import stats
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-OWN_CLASSES = [str(REPOSITORY / "tests"), str(REPOSITORY / "perf")]
+OWN_CLASSES = [str(REPOSITORY / folder) for folder in ("src", "tests", "perf")]
 
 
-def train(*overrides: str, ranks: int = 2) -> dict:
+def train(*overrides: str, ranks: int = 2, root: Path | None = None) -> dict:
     """Run ``torchrun … -m dvla.train`` to its end.
+
+    Args:
+        overrides: Settings.
+        ranks: Processes.
+        root: Keeps the run there, as ``bench``; else it is gone afterwards.
 
     Returns:
         Its summary, with `metrics` (the lines of metrics.jsonl), `spans` (with telemetry.trace=true, the events of the
         traces of all ranks), `command` and `total_s` (start-up included).
     """
-    with tempfile.TemporaryDirectory() as root:
+    with contextlib.nullcontext(root) if root else tempfile.TemporaryDirectory() as root:
         command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "dvla.train", *overrides]
         begin = time.monotonic()
         subprocess.run(

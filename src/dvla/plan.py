@@ -1,5 +1,7 @@
 """What a policy costs before it is run: ``python -m dvla.plan model=openvla_oft_full [json=true]``.
 
+And what a run will do: ``python -m dvla.plan from_run=[runs/short] ranks_per_node=8 search=true`` (docs/planning.md).
+
 The policy is built, and computed, on the ``meta`` device: shapes without memory. So the published models of billions of
 parameters are planned in seconds on any machine.
 """
@@ -25,6 +27,8 @@ from dvla.models.policy import Observation
 from dvla.models.policy_source import prepare_policy
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.planes.manifest import make_manifest
+from dvla.planning.footprint import BYTES_PER_TRAINED
+from dvla.planning.run_plan import RunPlanConfig, plan_run, read_calibration, show_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,15 +37,14 @@ if TYPE_CHECKING:
 
 TYPICAL_INSTRUCTION = "pick up the alphabet soup and place it in the basket"
 """Of LIBERO. A checkpoint's tokenizer cuts it finer than the one trained on it, for which every word is one token."""
-BYTES_PER_TRAINED = 16
-"""fp32 master, gradient and the two moments of Adam."""
 
 
 @dataclass(kw_only=True, slots=True)
-class PlanConfig:
-    """A policy, and what it is for."""
+class PlanConfig(RunPlanConfig):
+    """A policy, and what it is for; or a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy; not looked at for a run, which has its own."""
     num_cameras: int = 1
     image_size: tuple[int, int] = (224, 224)
     """Height and width of every picture, pixels."""
@@ -58,6 +61,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Check the fields."""
+        RunPlanConfig.__post_init__(self)
         for key, least in (("num_cameras", 0), ("state_dim", 0), ("action_dim", 1), ("micro_batch_size", 1)):
             if getattr(self, key) < least:
                 raise ConfigError(f"{key} must be at least {least}")
@@ -266,6 +270,26 @@ def show(plan: Plan, title: str, console: Console) -> None:
     console.print(costs)
 
 
+def _foretell(config: PlanConfig) -> None:
+    known = read_calibration(config)
+    run, profile = known.config, known.profile
+    if ":" not in run.model.name and config.profile is None:  # else nobody knows its weights that are not trained
+        sizes = make_plan(
+            PlanConfig(
+                model=run.model,
+                num_cameras=len(run.env.cameras),
+                image_size=run.env.image_size,
+                precision=run.runtime.precision,
+            )
+        )
+        profile = replace(profile, frozen_bytes=sizes.frozen_bytes, untrained_bytes=sizes.untrained_bytes)
+    plan = plan_run(replace(known, profile=profile), with_search=config.search)
+    if config.json:
+        sys.stdout.write(json.dumps(plan.to_plain()) + "\n")
+    else:
+        show_run(plan, Console())
+
+
 def main() -> None:
     """Entry."""
     from hydra.core.config_store import ConfigStore
@@ -276,6 +300,9 @@ def main() -> None:
     def start(composed: DictConfig) -> None:
         try:
             config = load_as(PlanConfig, composed)
+            if config.from_run or config.profile is not None:
+                _foretell(config)
+                return
             plan = make_plan(config)
         except ConfigError as error:
             sys.stderr.write(f"dvla: error: {error}\n")

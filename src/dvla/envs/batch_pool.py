@@ -8,10 +8,12 @@ slot is the same as from `dvla.envs.worker`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -164,12 +166,23 @@ class BatchPool:
             if acting:
                 self._ready.clear()
         # First the chunk: it would move those that begin now.
-        records = self._run_chunk(acting) if acting else []
+        times = [time.monotonic()]
+        moved = self._run_chunk(acting) if acting else []
+        times.append(time.monotonic())
         orders, self._orders = self._orders, []
-        records += [self._begin(order) for order in orders]
-        observed = [record for record in records if record.kind is Kind.observed]
+        begun = [self._begin(order) for order in orders]
+        times.append(time.monotonic())
+        observed = [record for record in (*moved, *begun) if record.kind is Kind.observed]
         if observed:
             self._observe(observed)
+        times.append(time.monotonic())
+        chunk_s, resets_s, observe_s = (end - start for start, end in itertools.pairwise(times))
+        if moved:
+            chunk_s += observe_s
+        else:
+            resets_s += observe_s
+        records = [replace(record, seconds=chunk_s) for record in moved]
+        records += [replace(record, seconds=resets_s / len(begun)) for record in begun]
         return sorted(records, key=lambda record: record.env)
 
     def _begin(self, order: Record) -> Record:

@@ -7,7 +7,7 @@ packet can order several environments on.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 MAX_PACKET = 1 << 16
@@ -30,7 +30,7 @@ class Kind(IntEnum):
     """To the worker: as `reset`, and record the episode to a video of evaluation round `decision`."""
 
 
-_RECORD = struct.Struct("<iiiiiqq")
+_RECORD = struct.Struct("<iiiiiqqd")
 RECORD_BYTES = _RECORD.size
 
 
@@ -46,10 +46,14 @@ class Record:
     task: int = 0
     seed: int = 0
     ticket: int = 0
+    seconds: float = field(default=0.0, compare=False)
+    """From the worker: what the order took. From a batch simulator: what the chunk of all took, or the reset of this one."""
 
     def pack(self) -> bytes:
         """The record as bytes."""
-        return _RECORD.pack(self.kind, self.env, self.slot, self.decision, self.task, self.seed, self.ticket)
+        return _RECORD.pack(
+            self.kind, self.env, self.slot, self.decision, self.task, self.seed, self.ticket, self.seconds
+        )
 
 
 def unpack(packet: bytes) -> tuple[list[Record], str]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from dvla.envs.errors import EnvironmentSetupError
@@ -291,7 +291,7 @@ class WorkerPool:
         with self._lock:
             worker.owed -= len(records)
         first = worker.number * self._envs_per_worker
-        records = [Record(r.kind, first + r.env, r.slot, r.decision) for r in records]
+        records = [replace(record, env=first + record.env) for record in records]
         for record in records:
             if record.kind is Kind.finished:
                 del self._slot_of[record.env]  # another environment's beats may come from it now

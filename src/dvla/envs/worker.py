@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ def serve(link: socket.socket, episodes: list[Episode]) -> None:
     """Obey orders until the rank closes the link."""
     while packet := link.recv(MAX_PACKET):
         for order in unpack(packet)[0]:
-            episode = episodes[order.env]
+            episode, begin = episodes[order.env], time.monotonic()
             if order.kind in (Kind.reset, Kind.film):
                 episode.reset(order)
                 answer = Record(Kind.observed, order.env, order.slot, 0)
@@ -123,7 +123,7 @@ def serve(link: socket.socket, episodes: list[Episode]) -> None:
                 answer = Record(Kind.finished, order.env, order.slot, order.decision)
             else:
                 answer = Record(Kind.observed, order.env, order.slot, order.decision + 1)
-            link.send(answer.pack())
+            link.send(replace(answer, seconds=time.monotonic() - begin).pack())
 
 
 def main() -> None:

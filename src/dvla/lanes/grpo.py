@@ -179,7 +179,8 @@ class GrpoLane(Lane):
             if self._critic is not None:
                 self._value(self._critic, group)
                 continue
-            group_parts = [] if group is None else self._cut(group, tally)
+            with self.tracer.span("cut"):
+                group_parts = [] if group is None else self._cut(group, tally)
             rounds = self._agree(len(group_parts), stop=group is None)
             self._train(group_parts, rounds, tally, is_last_group=index == self._groups_per_batch - 1)
             parts += group_parts
@@ -211,12 +212,13 @@ class GrpoLane(Lane):
         tally.worker_restarts, self._restarts_counted = restarts - self._restarts_counted, restarts
         tally.logprob_gap_max = max(map(float, self._gaps))
         self._gaps.clear()
-        with self.clock.doing("collective: add up the batch", "grpo"):
-            tally.reduce(self._world.learners_pg)
-        timings["time/step_s"] = time.monotonic() - begin
-        self.clock.count()
-        values = timings | metrics | self._checkpoints.metrics()
-        self._on_step(StepReport(self.policy_version, tally, values, frames))
+        with self.tracer.span("report"):
+            with self.clock.doing("collective: add up the batch", "grpo"):
+                tally.reduce(self._world.learners_pg)
+            timings["time/step_s"] = time.monotonic() - begin
+            self.clock.count()
+            values = timings | metrics | self._checkpoints.metrics()
+            self._on_step(StepReport(self.policy_version, tally, values, frames))
         self._look_at_evaluation()
         if self._is_due(self._config.run.checkpoint_every):
             self._checkpoint()
@@ -450,35 +452,39 @@ class GrpoLane(Lane):
 
     def _train(self, parts: list[_Part], rounds: int, tally: BatchTally, *, is_last_group: bool) -> None:
         """Accumulate the gradient of `parts`, padded to `rounds` micro-batches."""
-        device = self._learner.device
         for index in range(rounds):
             part = parts[index] if index < len(parts) else self._padding()
-            versions = self._slots.tensors["behavior_version"][part.slots, part.decisions]
-            executed = self._slots.tensors["executed_steps"][part.slots, part.decisions]
-            steps = torch.arange(self._config.model.num_action_chunks)
-            batch = MicroBatch(
-                observation=self._slots.observation(part.slots, part.decisions),
-                record=self._slots.record(part.slots, part.decisions),
-                behavior_logprobs=self._slots.gather("logprobs", part.slots, part.decisions),
-                prox_logprobs=part.prox_logprobs,
-                advantages=part.advantages.to(device),
-                weights=part.weights.to(device),
-                action_mask=(steps[None, :] < executed[:, None]).to(device),
-                is_current=(versions == self.policy_version).to(device),
-                old_values=None if part.old_values is None else part.old_values.to(device),
-                returns=None if part.returns is None else part.returns.to(device),
-            )
             with (
                 self.tracer.span("gradient", size=len(part.slots)),
                 self.clock.doing("collective: gradient", "grpo", is_patient=self._compiles),
             ):
-                logprobs, stats, gap = self._learner.accumulate(batch, is_last=is_last_group and index == rounds - 1)
+                logprobs, stats, gap = self._learner.accumulate(
+                    self._micro_batch(part), is_last=is_last_group and index == rounds - 1
+                )
             self._compiles = False
             self.clock.beat()
             tally.loss.add_(stats)
             self._gaps.append(gap)  # read at the end of the batch: reading now would wait for the device
             if self._algo.update_epochs > 1 and part.prox_logprobs is None:
                 part.prox_logprobs = logprobs
+
+    def _micro_batch(self, part: _Part) -> MicroBatch:
+        versions = self._slots.tensors["behavior_version"][part.slots, part.decisions]
+        executed = self._slots.tensors["executed_steps"][part.slots, part.decisions]
+        steps = torch.arange(self._config.model.num_action_chunks)
+        device = self._learner.device
+        return MicroBatch(
+            observation=self._slots.observation(part.slots, part.decisions),
+            record=self._slots.record(part.slots, part.decisions),
+            behavior_logprobs=self._slots.gather("logprobs", part.slots, part.decisions),
+            prox_logprobs=part.prox_logprobs,
+            advantages=part.advantages.to(device),
+            weights=part.weights.to(device),
+            action_mask=(steps[None, :] < executed[:, None]).to(device),
+            is_current=(versions == self.policy_version).to(device),
+            old_values=None if part.old_values is None else part.old_values.to(device),
+            returns=None if part.returns is None else part.returns.to(device),
+        )
 
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 

@@ -206,6 +206,11 @@ class SamplingLane(Lane):
             self._pool.reset(env, slot, task=ticket.task, seed=ticket.seed, ticket=ticket.id, film=ticket.film)
 
     def _handle(self, record: Record) -> None:
+        with self.tracer.span("handle", what=record.kind.name, decision=record.decision, simulator_s=record.seconds):
+            self._pass_on(record)
+        self.clock.count()
+
+    def _pass_on(self, record: Record) -> None:
         env = record.env
         if record.kind is Kind.observed:
             ticket = self._running[env].ticket
@@ -232,7 +237,6 @@ class SamplingLane(Lane):
             requests = self._stages.leaves(env)
         for request in requests:
             self._ask(request)
-        self.clock.count()
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
