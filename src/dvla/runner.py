@@ -181,7 +181,7 @@ def _run_lanes(
         slots = SlotTensors(node.data.tensors, world.device)
         meet = MeetingPoints.create(stop=stop, timeout_s=runtime.wait_timeout_s)
         tracer = Tracer(rank, config.telemetry.trace)
-        clocks = {name: LaneClock() for name in LANES}
+        clocks = {name: LaneClock(tracer=tracer.for_lane(name)) for name in LANES}
         lanes: dict[str, Lane] = {}
 
         host = None

@@ -8,8 +8,9 @@ import psutil
 import pytest
 import yaml
 from metric_tags import documented
-from spans import load_spans, overlap_seconds
+from spans import overlap_seconds
 
+from dvla.telemetry.spans import read_spans
 from dvla.telemetry.summary import SUMMARY_KEYS
 from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wait_for_step
 
@@ -71,7 +72,7 @@ def test_every_metric_is_documented(overlapped):
 
 def test_four_lanes_of_every_rank_are_alive_together_and_overlap(overlapped):
     for rank in range(2):
-        spans = load_spans(overlapped.folder / "traces" / f"rank{rank:05d}.json")
+        spans = read_spans(overlapped.folder / "traces" / f"rank{rank:05d}.json")
         alive = {}
         for span in spans:
             begin, end = alive.get(span.lane, (span.start_s, span.end_s))

@@ -199,7 +199,7 @@ class InferenceLane(Lane):
     def serve(self, batch: list[Parcel]) -> None:
         """Decide for a batch: write actions, log-probabilities, version and record to the slots, wake who waits."""
         begin = time.monotonic()
-        with self.tracer.span("decide", size=len(batch)):
+        with self.tracer.span("decide", size=len(batch), queued=sum(map(len, self._queues.values()))):
             slots = torch.tensor([request.slots[0] for request in batch])
             decisions = torch.tensor([request.decision for request in batch])
             tickets = self._slots.tensors["ticket"][slots]

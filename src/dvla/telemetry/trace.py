@@ -5,7 +5,9 @@ all when tracing is off. Times come from the monotonic clock and are tied to the
 start, so that the traces of several ranks lie on one axis (as well as their hosts' clocks agree).
 
 The format is the JSON of Chrome's Trace Event Format: complete events ("ph": "X") in microseconds, a process
-per rank, a thread per lane.
+per rank, a thread per lane. Their category ("cat") says what they are: `work`; a `wait`, whose argument `whom` is the lane
+that must do something first; a `turn`, of lanes that share a thread. A lane with a thread of its own works whenever it does
+not wait, between its spans, too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class _Track:
     """The spans of one lane in one thread; appended to by that thread, read by whoever writes the file."""
 
     lane: str
-    events: list[tuple[str, int, int, dict[str, Any]]] = field(default_factory=list)  # name, start, end, args
+    # category, name, start, end, args
+    events: list[tuple[str, str, int, int, dict[str, Any]]] = field(default_factory=list)
     num_lost: int = 0
 
 
@@ -68,22 +71,33 @@ class Tracer:
         return view
 
     def span(self, name: str, /, **args: Any) -> AbstractContextManager[None]:
-        """Time a ``with`` block.
+        """Time a ``with`` block of work.
 
         Args:
             name: What is done, e.g. ``decide``.
             args: Shown with the span; numbers and short strings.
         """
+        return self._span("work", name, args)
+
+    def wait(self, what: str, whom: str) -> AbstractContextManager[None]:
+        """Time a ``with`` block in which the lane waits for the lane `whom` to do `what`."""
+        return self._span("wait", what, {"whom": whom})
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Time a ``with`` block in which it is the lane's turn on a thread that it shares."""
+        return self._span("turn", "turn", {})
+
+    def _span(self, category: str, name: str, args: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._enabled:
             return _NO_SPAN
         thread = threading.current_thread()
         track = self._tracks.get((thread, self._lane))
         if track is None:
             track = self._tracks[thread, self._lane] = _Track(self._lane or lane_of_thread(thread.name))
-        return self._timed(track, name, args)
+        return self._timed(track, category, name, args)
 
     @contextmanager
-    def _timed(self, track: _Track, name: str, args: dict[str, Any]) -> Iterator[None]:
+    def _timed(self, track: _Track, category: str, name: str, args: dict[str, Any]) -> Iterator[None]:
         start_ns = self._clock_ns()
         try:
             yield
@@ -92,7 +106,7 @@ class Tracer:
             raise
         finally:
             if len(track.events) < self._max_events:
-                track.events.append((name, start_ns, self._clock_ns(), args))
+                track.events.append((category, name, start_ns, self._clock_ns(), args))
             else:
                 track.num_lost += 1
 
@@ -120,10 +134,11 @@ class Tracer:
         )
         for number, track in enumerate(tracks):
             head = f',\n{{"ph":"X","pid":{self._rank},"tid":{number},"ts":'
-            for name, start_ns, end_ns, args in list(track.events):  # the lane may be adding
+            for category, name, start_ns, end_ns, args in list(track.events):  # the lane may be adding
                 # Written by hand: a float of microseconds since 1970 would be rounded to a quarter of one.
                 timing = f'{_microseconds(start_ns + self._to_epoch_ns)},"dur":{_microseconds(end_ns - start_ns)}'
-                yield f'{head}{timing},"name":{json.dumps(name)},"args":{json.dumps(args, default=str)}}}'
+                what = f'"cat":"{category}","name":{json.dumps(name)}'
+                yield f'{head}{timing},{what},"args":{json.dumps(args, default=str)}}}'
         yield "\n]}\n"
 
 
