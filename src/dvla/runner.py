@@ -107,6 +107,9 @@ def run(config: Config, stop_request: StopRequest) -> int:
     try:
         with reporter:
             outcome = _run_lanes(config, world, memory, stop_request, reporter, logs, resume_from)
+        if config.telemetry.trace and config.telemetry.report:
+            with contextlib.suppress(RuntimeError):  # a rank that was lost now has no trace, or an old one
+                dist.barrier(group=world.control_pg)  # the report is of the traces of all ranks
         reporter.finish(outcome, None)
     except BaseException as first:
         error = memory.explain(first)

@@ -52,7 +52,17 @@ def test_a_run_leaves_what_others_rely_on(overlapped):
     assert [line["policy_version"] for line in overlapped.metrics] == list(range(1, 13))
     assert next(iter(overlapped.metrics[0])) == "policy_version"
     names = {path.name for path in overlapped.folder.iterdir()}
-    assert names == {"config.yaml", "env.json", "metrics.jsonl", "tb", "checkpoints", "logs", "traces", "summary.json"}
+    assert names == {
+        "config.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "tb",
+        "checkpoints",
+        "logs",
+        "traces",
+        "summary.json",
+        "report.html",
+    }
     assert sorted(path.name for path in (overlapped.folder / "checkpoints").iterdir()) == [
         "latest", "step_000010", "step_000012",
     ]  # fmt: skip
