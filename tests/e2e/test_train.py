@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 
 import psutil
 import pytest
 import yaml
 from metric_tags import documented
+from pages import Page
 from spans import overlap_seconds
 
 from dvla.telemetry.spans import read_spans
@@ -92,6 +94,25 @@ def test_four_lanes_of_every_rank_are_alive_together_and_overlap(overlapped):
         assert max(begin for begin, _ in alive.values()) < min(end for _, end in alive.values())
         assert overlap_seconds(spans, "inference", "grpo") > 0
         assert overlap_seconds(spans, "sampling", "grpo") > 0
+
+
+def test_the_report_shows_the_run(overlapped):
+    text = (overlapped.folder / "report.html").read_text()
+    assert not re.search(r"https?:|//\w|@import|url\(", text)
+    page, metrics = Page(text), overlapped.metrics
+    for title, tag in (
+        ("Success", "rollout/success_rate"),
+        ("Gradient norm", "train/grad_norm"),
+        ("Loss", "train/loss"),
+    ):
+        assert page.charts()[title][0]["points"] == [
+            [line["policy_version"], pytest.approx(line[tag], rel=1e-5)] for line in metrics
+        ]
+    assert "completed" in page.text
+    lanes = [attributes["title"] for attributes in page.all("div") if attributes.get("title")]
+    names = ("sampling", "inference", "grpo", "param_dist")
+    assert lanes == [f"rank {rank}, {lane}" for rank in range(2) for lane in names]
+    assert re.search(r"Optimiser steps \d+ to 12 took .* s\. \w+ bounds them \d+ % of the time", page.text)
 
 
 def test_every_weight_transfer_was_verified(overlapped):

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from html.parser import HTMLParser
 
 import pytest
+from pages import Page
 
 from dvla.telemetry.charts import MAX_POINTS, Series, line_chart, stacked_chart, thin, ticks
 from dvla.telemetry.markup import Html, element, join
 
 
-class Reader(HTMLParser):
-    """Collects tags with their attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def all(self, tag: str) -> list[dict]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-
 def data(chart: Html | None) -> list[dict]:
-    (figure,) = Reader(str(chart)).all("figure")
-    return json.loads(figure["data-series"])
+    (series,) = Page(str(chart)).charts().values()
+    return series
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -58,7 +42,7 @@ def test_a_short_curve_keeps_its_points() -> None:
     points = [(1.0, 0.5), (2.0, 0.25), (3.0, 1.0)]
     chart = line_chart("Success", [Series("training", points, "sampling")], low=0, high=1)
     assert data(chart) == [{"name": "training", "points": [[1, 0.5], [2, 0.25], [3, 1]]}]
-    (line,) = Reader(str(chart)).all("polyline")
+    (line,) = Page(str(chart)).all("polyline")
     places = [tuple(map(float, pair.split(","))) for pair in line["points"].split()]
     assert places == [(52, 79), (202, 114.5), (352, 8)]  # by hand: the area is 52 to 352, and 8 to 150
 
@@ -78,7 +62,7 @@ def test_ten_thousand_steps_become_few_points_with_a_band() -> None:
 def test_odd_values_are_drawn_within_the_picture(values: list[float]) -> None:
     chart = line_chart("x", [Series("y", list(enumerate(values, 1)), "grpo")], low=0)
     for tag in ("circle", "line"):
-        for shape in Reader(str(chart)).all(tag):
+        for shape in Page(str(chart)).all(tag):
             for name in ("cx", "cy", "x1", "y1"):
                 assert math.isfinite(float(shape.get(name, 0)))
                 assert 0 <= float(shape.get(name, 0)) <= 360
@@ -92,7 +76,7 @@ def test_without_points_there_is_no_chart() -> None:
 def test_stacked_shares_add_up() -> None:
     chart = stacked_chart("Staleness", [(1, [3, 1]), (2, [0, 4]), (3, [0, 0])], ["0", "1"])
     assert data(chart) == [{"name": "0", "points": [[1, 0.75], [2, 0]]}, {"name": "1", "points": [[1, 0.25], [2, 1]]}]
-    heights = [float(rect["height"]) for rect in Reader(str(chart)).all("rect")]
+    heights = [float(rect["height"]) for rect in Page(str(chart)).all("rect")]
     assert heights == pytest.approx([0.75 * 142, 0.25 * 142, 142], abs=0.2)
     long = stacked_chart("Staleness", [(n, [1, 1]) for n in range(10_000)], ["0", "1"])
     assert len(data(long)[0]["points"]) == 100
