@@ -393,7 +393,7 @@ def _pictures(run: RunFiles) -> Html | None:
     players = [
         element(
             "figure",
-            element("video", src=relative(path), controls="", preload="none"),
+            element("video", src=relative(path), controls="", preload="metadata"),
             element("figcaption", f"{path.parent.name}, {path.stem}"),
         )
         for path in shown
