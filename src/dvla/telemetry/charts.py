@@ -81,10 +81,10 @@ class _Scale:
             for y in ticks(*self.y, most=4)
         ]
         whole = [x for x in ticks(*self.x) if x == round(x)]
-        lines += [
-            element("text", short(x), x=min(self.place_x(x), _RIGHT - 6), y=_BOTTOM + 15, text_anchor="middle")
-            for x in whole
-        ]
+        for x in whole:
+            place = self.place_x(x)
+            at = (_RIGHT, "end") if place > _RIGHT - 15 else (place, "middle")  # not beyond the edge
+            lines.append(element("text", short(x), x=at[0], y=_BOTTOM + 15, text_anchor=at[1]))
         return join(*lines)
 
 

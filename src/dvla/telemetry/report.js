@@ -29,6 +29,8 @@ for (const figure of document.querySelectorAll("figure[data-series]")) {
 }
 for (const zoom of document.querySelectorAll("input.zoom")) {
   zoom.addEventListener("input", () => {
-    document.querySelector(".timeline").style.width = `${100 * zoom.value}%`;
+    const timeline = document.querySelector(".timeline");
+    timeline.style.width = `${100 * zoom.value}%`;
+    timeline.classList.toggle("wide", zoom.value >= 5);
   });
 }

@@ -226,8 +226,8 @@ def _curve(
 
 
 def _points(lines: Sequence[dict[str, Any]], tag: str, scale: float = 1.0) -> list[Point]:
-    values = ((number(line["policy_version"]), number(line.get(tag))) for line in lines)
-    return [(x, y * scale) for x, y in values if x is not None and y is not None]
+    values = ((float(line["policy_version"]), number(line[tag])) for line in lines if tag in line)
+    return [(x, y * scale) for x, y in values if y is not None]
 
 
 def _curves(run: RunFiles, *tags: str) -> list[Series]:

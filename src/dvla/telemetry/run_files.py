@@ -76,8 +76,7 @@ class RunFiles:
 
 def number(value: Any) -> float | None:
     """A value of a file as a number, if it is a finite one."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if is_number else None
+    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None  # True is no number
 
 
 def _read_json(path: Path) -> dict[str, Any]:

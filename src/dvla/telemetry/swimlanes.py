@@ -91,9 +91,7 @@ def swimlanes(spans: Sequence[Span], steps: Sequence[tuple[float, int]], analysi
                     "div",
                     window.texts(middles),
                     picture,
-                    window.texts(
-                        [(start_s + x, f"{1000 * x:.4g} ms") for x in ticks(0, end_s - start_s, most=6)[1:-1]]
-                    ),
+                    window.time_axis(),
                     class_="timeline",
                 ),
                 class_="scroll",
@@ -120,13 +118,24 @@ class _Window:
     def column(self, when: float) -> float:
         return round(_COLUMNS * (when - self._start_s) / self._seconds, 1)
 
-    def texts(self, places: Sequence[tuple[float, str]]) -> Html:
-        """Words above or below the picture, each in the middle of its place."""
+    def texts(self, places: Sequence[tuple[float, str]], is_fine: Sequence[bool] | None = None) -> Html:
+        """Words above or below the picture, each in the middle of its place; fine ones are left out while it is narrow."""
         spans = [
-            element("span", text, style=f"left:{100 * (when - self._start_s) / self._seconds:.2f}%")
-            for when, text in places
+            element(
+                "span",
+                text,
+                style=f"left:{100 * (when - self._start_s) / self._seconds:.2f}%",
+                class_="fine" if fine else None,
+            )
+            for (when, text), fine in zip(places, is_fine or [False] * len(places), strict=True)
         ]
         return element("div", *spans, class_="places")
+
+    def time_axis(self) -> Html:
+        """Times since the first moment; fine ones are for a wide picture."""
+        coarse, fine = (ticks(0, self._seconds, most=most)[1:-1] for most in (5, 30))
+        words = [(self._start_s + x, f"{1000 * x:.4g} ms") for x in fine]
+        return self.texts(words, is_fine=[all(abs(x - y) > 1e-9 for y in coarse) for x in fine])
 
     def row(self, number: int, stretches: Sequence[tuple[float, float, str, str]]) -> list[Html]:
         """The stretches of one lane (start, end, class, what it is); like ones next to each other become one."""
