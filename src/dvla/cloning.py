@@ -47,6 +47,7 @@ from dvla.runtime.resuming import open_run
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.metrics import FILE_NAME, MetricsWriter, read_metrics
 from dvla.telemetry.progress import Progress
+from dvla.telemetry.report import draw_at_end
 from dvla.telemetry.summary import SUMMARY_KEYS, write_summary
 from dvla.telemetry.trace import Tracer
 
@@ -106,6 +107,8 @@ def clone(config: SftConfig, stop_request: StopRequest) -> int:
                 summary["wall_s"] = time.monotonic() - begin
                 with contextlib.suppress(OSError):  # a full disk must not hide what happened first
                     write_summary(config.run.folder / "summary.json", summary)
+                    if config.telemetry.report:
+                        draw_at_end(config.run.folder, logger.warning)
         if world.is_main and config.telemetry.console:
             figures = ", ".join(
                 f"{key} {summary[key]:.3f}" for key in ("loss", "held_out_loss") if summary[key] is not None

@@ -545,6 +545,8 @@ class TelemetryConfig:
     """Live view on rank 0 (plain lines when the output is no terminal)."""
     trace: bool = False
     """Record the lanes' spans to traces/ (Chrome Trace Event JSON)."""
+    report: bool = True
+    """Draw the run as report.html when it ends."""
     tensorboard: bool = True
 
 

@@ -121,6 +121,9 @@ def _run_in_folder(
     try:
         with reporter:
             outcome = _run_lanes(config, world, memory, stop_request, reporter, logs, resume_from)
+        if config.telemetry.trace and config.telemetry.report:
+            with contextlib.suppress(RuntimeError):  # a rank that was lost now has no trace, or an old one
+                dist.barrier(group=world.control_pg)  # the report is of the traces of all ranks
         reporter.finish(outcome, None)
     except BaseException as first:
         error = memory.explain(first)
@@ -194,7 +197,7 @@ def _run_lanes(
         slots = SlotTensors(node.data.tensors, world.device)
         meet = MeetingPoints.create(stop=stop, timeout_s=runtime.wait_timeout_s)
         tracer = Tracer(rank, config.telemetry.trace)
-        clocks = {name: LaneClock() for name in LANES}
+        clocks = {name: LaneClock(tracer=tracer.for_lane(name)) for name in LANES}
         lanes: dict[str, Lane] = {}
 
         host = None

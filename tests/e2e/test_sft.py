@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from pages import Page
 from recordings import episode, write_v2
 from safetensors.torch import load_file
 
@@ -172,6 +173,7 @@ def test_ctrl_c_saves_and_says_how_it_went(tmp_path, dataset):
     assert run.summary["exit"] == "stopped"
     assert run.summary["steps"] == run.metrics[-1]["policy_version"] >= 2
     assert (run.folder / "policy/model.safetensors").exists()
+    assert "Cloning loss" in Page((run.folder / "report.html").read_text()).charts()
     assert (run.folder / f"checkpoints/step_{run.summary['steps']:06d}/COMPLETE.json").exists()
 
 

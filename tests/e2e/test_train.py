@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import signal
 
 import psutil
 import pytest
 import yaml
 from metric_tags import documented
-from spans import load_spans, overlap_seconds
+from pages import Page
+from spans import overlap_seconds
 
+from dvla.telemetry.spans import read_spans
 from dvla.telemetry.summary import SUMMARY_KEYS
 from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wait_for_step
 
@@ -51,7 +54,17 @@ def test_a_run_leaves_what_others_rely_on(overlapped):
     assert [line["policy_version"] for line in overlapped.metrics] == list(range(1, 13))
     assert next(iter(overlapped.metrics[0])) == "policy_version"
     names = {path.name for path in overlapped.folder.iterdir()}
-    assert names == {"config.yaml", "env.json", "metrics.jsonl", "tb", "checkpoints", "logs", "traces", "summary.json"}
+    assert names == {
+        "config.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "tb",
+        "checkpoints",
+        "logs",
+        "traces",
+        "summary.json",
+        "report.html",
+    }
     assert sorted(path.name for path in (overlapped.folder / "checkpoints").iterdir()) == [
         "latest", "step_000010", "step_000012",
     ]  # fmt: skip
@@ -71,7 +84,7 @@ def test_every_metric_is_documented(overlapped):
 
 def test_four_lanes_of_every_rank_are_alive_together_and_overlap(overlapped):
     for rank in range(2):
-        spans = load_spans(overlapped.folder / "traces" / f"rank{rank:05d}.json")
+        spans = read_spans(overlapped.folder / "traces" / f"rank{rank:05d}.json")
         alive = {}
         for span in spans:
             begin, end = alive.get(span.lane, (span.start_s, span.end_s))
@@ -81,6 +94,25 @@ def test_four_lanes_of_every_rank_are_alive_together_and_overlap(overlapped):
         assert max(begin for begin, _ in alive.values()) < min(end for _, end in alive.values())
         assert overlap_seconds(spans, "inference", "grpo") > 0
         assert overlap_seconds(spans, "sampling", "grpo") > 0
+
+
+def test_the_report_shows_the_run(overlapped):
+    text = (overlapped.folder / "report.html").read_text()
+    assert not re.search(r"https?:|//\w|@import|url\(", text)
+    page, metrics = Page(text), overlapped.metrics
+    for title, tag in (
+        ("Success", "rollout/success_rate"),
+        ("Gradient norm", "train/grad_norm"),
+        ("Loss", "train/loss"),
+    ):
+        assert page.charts()[title][0]["points"] == [
+            [line["policy_version"], pytest.approx(line[tag], rel=1e-5)] for line in metrics
+        ]
+    assert "completed" in page.text
+    lanes = [attributes["title"] for attributes in page.all("div") if attributes.get("title")]
+    names = ("sampling", "inference", "grpo", "param_dist")
+    assert lanes == [f"rank {rank}, {lane}" for rank in range(2) for lane in names]
+    assert re.search(r"Optimiser steps \d+ to 12 took .* s\. \w+ bounds them \d+ % of the time", page.text)
 
 
 def test_every_weight_transfer_was_verified(overlapped):

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spans import Span, load_spans, overlap_seconds
+from spans import overlap_seconds
 
+from dvla.telemetry.lane_clock import LaneClock
+from dvla.telemetry.spans import Span, read_spans
 from dvla.telemetry.trace import Tracer
 
 
@@ -46,7 +48,7 @@ def test_spans_carry_lane_time_and_arguments(tmp_path: Path) -> None:
 
     in_lane("inference", work)
     tracer.write(tmp_path / "traces" / "rank00003.json")
-    (span,) = load_spans(tmp_path / "traces" / "rank00003.json")
+    (span,) = read_spans(tmp_path / "traces" / "rank00003.json")
     assert (span.name, span.lane, span.rank) == ("decide", "inference", 3)
     assert span.args == {"size": 4, "version": 7}
     assert span.start_s == pytest.approx(1.000005)
@@ -84,7 +86,7 @@ def test_disabled_records_nothing_and_hands_out_one_object(tmp_path: Path) -> No
     with first:
         pass
     tracer.write(tmp_path / "trace.json")
-    assert load_spans(tmp_path / "trace.json") == []
+    assert read_spans(tmp_path / "trace.json") == []
 
 
 def test_an_error_ends_the_span_and_is_named(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_an_error_ends_the_span_and_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyError), tracer.span("work"):
         raise KeyError
     tracer.write(tmp_path / "trace.json")
-    assert load_spans(tmp_path / "trace.json")[0].args == {"error": "KeyError"}
+    assert read_spans(tmp_path / "trace.json")[0].args == {"error": "KeyError"}
 
 
 def test_memory_is_bounded_and_the_loss_is_told(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_memory_is_bounded_and_the_loss_is_told(tmp_path: Path) -> None:
             pass
     path = tmp_path / "trace.json"
     tracer.write(path)
-    assert [span.name for span in load_spans(path)] == ["work 0", "work 1", "work 2"]
+    assert [span.name for span in read_spans(path)] == ["work 0", "work 1", "work 2"]
     about = json.loads(path.read_text())["otherData"]["rank 0"]
     assert about == {"max_events_per_lane": 3, "lost_events": {"main": 7}}
     assert "not all spans kept" in path.read_text()
@@ -114,7 +116,7 @@ def test_writing_again_adds_what_is_new(tmp_path: Path) -> None:
         with tracer.span("work"):
             pass
         tracer.write(path)
-        assert len(load_spans(path)) == count
+        assert len(read_spans(path)) == count
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -126,7 +128,7 @@ def test_lanes_that_share_a_thread(tmp_path: Path) -> None:
     with tracer.span("work"):
         pass
     tracer.write(tmp_path / "trace.json")
-    lanes = [span.lane for span in load_spans(tmp_path / "trace.json")]
+    lanes = [span.lane for span in read_spans(tmp_path / "trace.json")]
     assert sorted(lanes) == ["grpo", "main", "sampling", "sampling"]
 
 
@@ -138,7 +140,7 @@ def test_ranks_share_one_axis(tmp_path: Path) -> None:
         with tracer.span("work"):
             clock.now_ns += 1_000
         tracer.write(tmp_path / f"rank{rank:05d}.json")
-        spans += load_spans(tmp_path / f"rank{rank:05d}.json")
+        spans += read_spans(tmp_path / f"rank{rank:05d}.json")
     assert [span.rank for span in spans] == [0, 1]
     assert spans[0].start_s == spans[1].start_s
 
@@ -158,11 +160,11 @@ def test_threads_record_side_by_side(tmp_path: Path) -> None:
         thread.start()
     for _ in range(5):
         tracer.write(tmp_path / "trace.json")  # while they record
-        load_spans(tmp_path / "trace.json")
+        read_spans(tmp_path / "trace.json")
     for thread in threads:
         thread.join()
     tracer.write(tmp_path / "trace.json")
-    spans = load_spans(tmp_path / "trace.json")
+    spans = read_spans(tmp_path / "trace.json")
     assert {lane: sum(span.lane == lane for span in spans) for lane in "abcd"} == dict.fromkeys("abcd", 500)
 
 
@@ -201,3 +203,29 @@ def test_every_span_is_documented() -> None:
     opened = {name for text in sources for name in re.findall(r"""tracer\.span\(\s*"([^"]+)\"""", text)}
     text = (repository / "docs" / "metrics.md").read_text().split("## Spans of a trace")[1]
     assert opened == set(re.findall(r"^\| \w+ \| `([^`]+)`", text, flags=re.MULTILINE))
+
+
+def test_waits_and_turns_are_told_from_work(tmp_path: Path) -> None:
+    tracer = make(Ticks())
+    clock = LaneClock(tracer=tracer.for_lane("grpo"))
+    clock.start(busy=False)
+    with clock.busy(), tracer.for_lane("grpo").span("gradient"), clock.waiting("a finished group", "sampling"):
+        pass
+    with clock.doing("collective: gradient", "grpo"):  # work, which has a span of its own
+        pass
+    tracer.write(tmp_path / "trace.json")
+    spans = read_spans(tmp_path / "trace.json")
+    assert {(span.category, span.name, span.lane) for span in spans} == {
+        ("turn", "turn", "grpo"),
+        ("work", "gradient", "grpo"),
+        ("wait", "a finished group", "grpo"),
+    }
+    (wait,) = (span for span in spans if span.category == "wait")
+    assert wait.args == {"whom": "sampling"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"traceEvents":[{"ph":"X"}]}', '{"traceEvents":3}', "[" * 100_000])
+def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ValueError, match=r"trace\.json is no trace"):
+        read_spans(tmp_path / "trace.json")

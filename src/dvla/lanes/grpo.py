@@ -212,12 +212,12 @@ class GrpoLane(Lane):
         tally.worker_restarts, self._restarts_counted = restarts - self._restarts_counted, restarts
         tally.logprob_gap_max = max(map(float, self._gaps))
         self._gaps.clear()
+        with self.tracer.span("add up"), self.clock.doing("collective: add up the batch", "grpo"):
+            tally.reduce(self._world.learners_pg)
+        timings["time/step_s"] = time.monotonic() - begin
+        self.clock.count()
+        values = timings | metrics | self._checkpoints.metrics()
         with self.tracer.span("report"):
-            with self.clock.doing("collective: add up the batch", "grpo"):
-                tally.reduce(self._world.learners_pg)
-            timings["time/step_s"] = time.monotonic() - begin
-            self.clock.count()
-            values = timings | metrics | self._checkpoints.metrics()
             self._on_step(StepReport(self.policy_version, tally, values, frames))
         self._look_at_evaluation()
         if self._is_due(self._config.run.checkpoint_every):

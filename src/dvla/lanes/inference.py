@@ -199,7 +199,8 @@ class InferenceLane(Lane):
     def serve(self, batch: list[Parcel]) -> None:
         """Decide for a batch: write actions, log-probabilities, version and record to the slots, wake who waits."""
         begin = time.monotonic()
-        with self.tracer.span("decide", size=len(batch), greedy=batch[0].greedy):
+        queued = sum(map(len, self._queues.values()))
+        with self.tracer.span("decide", size=len(batch), greedy=batch[0].greedy, queued=queued):
             slots = torch.tensor([request.slots[0] for request in batch])
             decisions = torch.tensor([request.decision for request in batch])
             tickets = self._slots.tensors["ticket"][slots]

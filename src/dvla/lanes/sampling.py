@@ -118,7 +118,7 @@ class SamplingLane(Lane):
         num_records = 0
         with self._waiting():
             ready = self._wait()
-        with self.tracer.span("collect"):
+        with self.tracer.span("collect", workers=len(ready), running=len(self._running)):
             for worker in ready:
                 for record in self._receive(worker):
                     self._handle(record)
@@ -134,7 +134,7 @@ class SamplingLane(Lane):
         self._take_parcels()
         self._dispatch()
         answers: dict[int, tuple[int, Record]] = {}  # with the generation of the worker that gave it
-        with self.tracer.span("collect"):
+        with self.tracer.span("collect", running=len(self._running)):
             while len(answers) < len(self._running):
                 with self.clock.waiting(f"{len(self._running)} simulators"):
                     workers = self._wait(workers_only=True)

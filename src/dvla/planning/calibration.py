@@ -93,7 +93,8 @@ def calibrate(folders: Sequence[str]) -> Calibration:
         gradient=_fit([pair for run in runs for pair in run.sized("gradient")]),
         optimise_s=_quick(s for run in runs for s in run.seconds("optimise")),
         agree_s=agree_s + _mean(s for run in runs for s in run.seconds("cut")),
-        report_s=_mean(s for run in runs for s in run.seconds("report")),
+        report_s=_quick(s for run in runs for s in run.seconds("add up"))
+        + _mean(s for run in runs for s in run.seconds("report")),
         publish_s=_mean(s for run in runs for s in run.seconds("publish")),
         transfer_s=_quick(s for run in runs for s in run.seconds("gather")),
         apply_s=_mean(s for run in runs for s in run.seconds("apply")),

@@ -68,7 +68,8 @@ def prepare(config: Config | SftConfig, *, resuming: bool) -> Path:
         attempt_logs = logs / f"attempt_{attempt}"
         attempt_logs.mkdir()
         point_link(logs / "latest", attempt_logs.name)
-        (folder / "summary.json").unlink(missing_ok=True)  # of an earlier attempt: a killed one writes none
+        for name in ("summary.json", "report.html"):  # of an earlier attempt: a killed one writes none
+            (folder / name).unlink(missing_ok=True)
         (folder / "config.yaml").write_text(redact(yaml.safe_dump(to_plain(config), sort_keys=False)))
         (folder / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n")
     return attempt_logs

@@ -12,10 +12,13 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
+from dvla.telemetry.trace import Tracer
+
 _Activity = Literal["stopped", "idle", "busy", "waiting"]
+_NO_SPAN = nullcontext()
 
 
 class LaneUse(NamedTuple):
@@ -55,10 +58,11 @@ class LaneClock:
 
     Args:
         clock: Monotonic clock, in seconds.
+        tracer: Records waits, and the turns of lanes that share a thread.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, tracer: Tracer | None = None) -> None:
+        self._clock, self._tracer = clock, tracer or Tracer(0, enabled=False)
         self.start(busy=False)
 
     def start(self, *, busy: bool = True) -> None:
@@ -81,24 +85,27 @@ class LaneClock:
 
     def busy(self) -> AbstractContextManager[None]:
         """Count a ``with`` block as work, except for the waits inside it."""
-        return self._during("busy", Doing())
+        return self._during("busy", Doing(), self._tracer.turn())
 
     def waiting(self, what: str = "", whom: str = "", *, is_patient: bool = False) -> AbstractContextManager[None]:
         """Count a ``with`` block as waiting for `whom` to do `what`, not as the work around it."""
-        return self._during("waiting", Doing(what, whom, is_patient))
+        return self._during("waiting", Doing(what, whom, is_patient), self._tracer.wait(what, whom))
 
     def doing(self, what: str, whom: str = "", *, is_patient: bool = False) -> AbstractContextManager[None]:
         """Say what a ``with`` block does; a collective is the work of this lane, for which it needs `whom` on other ranks."""
         return self._during(None, Doing(what, whom, is_patient))
 
     @contextmanager
-    def _during(self, activity: _Activity | None, doing: Doing) -> Iterator[None]:
+    def _during(
+        self, activity: _Activity | None, doing: Doing, span: AbstractContextManager[None] = _NO_SPAN
+    ) -> Iterator[None]:
         before, at_what = self._state[1], self.now
         self.now = doing
         if activity is not None:
             self._switch(activity)
         try:
-            yield
+            with span:
+                yield
             self.now = at_what  # at what a lane failed stays to be read
             if doing.is_patient:
                 self.beat()

@@ -19,6 +19,7 @@ from dvla.telemetry.lane_clock import LaneClock, LaneUse
 from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.metrics import MetricsWriter
 from dvla.telemetry.redact import redact
+from dvla.telemetry.report import draw_at_end
 from dvla.telemetry.summary import LANE_KEYS, write_summary
 
 if TYPE_CHECKING:
@@ -204,19 +205,21 @@ class Reporter:
     def _wall_s(self) -> float:
         return self._earlier_wall_s + self._time.total().wall_s
 
-    def finish(self, outcome: str, error: str | None, *, writer: int | None = None) -> None:
-        """Write the summary and say how the run ended; the main rank, or `writer` in its place, if this is it."""
+    def finish(self, outcome: str, error: str | None, *, writer: int | None = None, draws: bool = True) -> None:
+        """Write summary and report and say how the run ended; the main rank, or `writer` in its place, if this is it."""
         logger.info("%s at version %d", outcome, self._policy_version, extra={"file_only": True})
         if self._world.rank == (self._world.main_rank if writer is None else writer):
             summary = self._summary(outcome, error)
             write_summary(self._folder / "summary.json", summary)
+            if draws and self._config.telemetry.report:
+                draw_at_end(self._folder, self.warn)
             self._console.summary(summary, self._folder)
 
     def fail(self, error: str, writer: int) -> None:
         """End a run that stands still, whatever its lanes are at."""
         logger.error("%s", error, extra={"file_only": True})
         self.close()
-        self.finish("failed", error, writer=writer)
+        self.finish("failed", error, writer=writer, draws=False)  # to leave is urgent; dvla.report can do it later
 
     def _summary(self, outcome: str, error: str | None) -> dict[str, Any]:
         config, world, totals, syncs = self._config, self._world, self._totals, self._syncs

@@ -5,7 +5,9 @@ all when tracing is off. Times come from the monotonic clock and are tied to the
 start, so that the traces of several ranks lie on one axis (as well as their hosts' clocks agree).
 
 The format is the JSON of Chrome's Trace Event Format: complete events ("ph": "X") in microseconds, a process
-per rank, a thread per lane.
+per rank, a thread per lane. Their category ("cat") says what they are: `work`; a `wait`, whose argument `whom` is the lane
+that must do something first; a `turn`, of lanes that share a thread. A lane with a thread of its own works whenever it does
+not wait, between its spans, too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,41 @@ class _Track:
     """The spans of one lane in one thread; appended to by that thread, read by whoever writes the file."""
 
     lane: str
-    events: list[tuple[str, int, int, dict[str, Any]]] = field(default_factory=list)  # name, start, end, args
+    # category, name, start, end, args
+    events: list[tuple[str, str, int, int, dict[str, Any]]] = field(default_factory=list)
     num_lost: int = 0
 
 
 _NO_SPAN = nullcontext()
+
+
+class _OpenSpan:
+    """A span that goes on. No generator: lanes open thousands a second."""
+
+    __slots__ = ("_args", "_category", "_clock_ns", "_max_events", "_name", "_start_ns", "_track")
+
+    def __init__(
+        self,
+        track: _Track,
+        clock_ns: Callable[[], int],
+        max_events: int,
+        category: str,
+        name: str,
+        args: dict[str, Any],
+    ) -> None:
+        self._track, self._clock_ns, self._max_events = track, clock_ns, max_events
+        self._category, self._name, self._args = category, name, args
+
+    def __enter__(self) -> None:
+        self._start_ns = self._clock_ns()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._args["error"] = kind.__name__
+        if len(self._track.events) < self._max_events:
+            self._track.events.append((self._category, self._name, self._start_ns, self._clock_ns(), self._args))
+        else:
+            self._track.num_lost += 1
 
 
 class Tracer:
@@ -68,33 +100,30 @@ class Tracer:
         return view
 
     def span(self, name: str, /, **args: Any) -> AbstractContextManager[None]:
-        """Time a ``with`` block.
+        """Time a ``with`` block of work.
 
         Args:
             name: What is done, e.g. ``decide``.
             args: Shown with the span; numbers and short strings.
         """
+        return self._span("work", name, args)
+
+    def wait(self, what: str, whom: str) -> AbstractContextManager[None]:
+        """Time a ``with`` block in which the lane waits for the lane `whom` to do `what`."""
+        return self._span("wait", what, {"whom": whom})
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Time a ``with`` block in which it is the lane's turn on a thread that it shares."""
+        return self._span("turn", "turn", {})
+
+    def _span(self, category: str, name: str, args: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._enabled:
             return _NO_SPAN
         thread = threading.current_thread()
         track = self._tracks.get((thread, self._lane))
         if track is None:
             track = self._tracks[thread, self._lane] = _Track(self._lane or lane_of_thread(thread.name))
-        return self._timed(track, name, args)
-
-    @contextmanager
-    def _timed(self, track: _Track, name: str, args: dict[str, Any]) -> Iterator[None]:
-        start_ns = self._clock_ns()
-        try:
-            yield
-        except BaseException as error:
-            args["error"] = type(error).__name__
-            raise
-        finally:
-            if len(track.events) < self._max_events:
-                track.events.append((name, start_ns, self._clock_ns(), args))
-            else:
-                track.num_lost += 1
+        return _OpenSpan(track, self._clock_ns, self._max_events, category, name, args)
 
     def write(self, path: Path) -> None:
         """Write all spans so far; may be called again and again, while lanes record."""
@@ -120,10 +149,11 @@ class Tracer:
         )
         for number, track in enumerate(tracks):
             head = f',\n{{"ph":"X","pid":{self._rank},"tid":{number},"ts":'
-            for name, start_ns, end_ns, args in list(track.events):  # the lane may be adding
+            for category, name, start_ns, end_ns, args in list(track.events):  # the lane may be adding
                 # Written by hand: a float of microseconds since 1970 would be rounded to a quarter of one.
                 timing = f'{_microseconds(start_ns + self._to_epoch_ns)},"dur":{_microseconds(end_ns - start_ns)}'
-                yield f'{head}{timing},"name":{json.dumps(name)},"args":{json.dumps(args, default=str)}}}'
+                what = f'"cat":"{category}","name":{json.dumps(name)}'
+                yield f'{head}{timing},{what},"args":{json.dumps(args, default=str)}}}'
         yield "\n]}\n"
 
 
