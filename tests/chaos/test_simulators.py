@@ -60,7 +60,11 @@ def test_states_and_pictures_do_not_depend_on_the_number_of_workers(alone, name,
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("disaster", [("reset", 2), ("step", 6), ("observe", 3)], ids=lambda disaster: disaster[0])
+@pytest.mark.parametrize(
+    "disaster",
+    [("reset", 2), ("step", 6), pytest.param(("observe", 3), marks=pytest.mark.chaos_full)],
+    ids=lambda disaster: disaster[0],
+)
 @pytest.mark.parametrize("name", ["maniskill", "libero"])
 def test_a_worker_killed_at_work_loses_and_doubles_nothing(alone, name, disaster, tmp_path):
     config = make(name, tmp_path, num_workers=2, disaster=disaster, episodes=EPISODES[name])

@@ -7,6 +7,7 @@ import pytest
 from e2e.launch import QUICK, finish, ranks_of, start, train, wait_for_file, wait_for_step
 
 pytestmark = [pytest.mark.chaos, pytest.mark.alone]
+FULL = pytest.mark.chaos_full  # each waits for a deadline: `make test` has one of a kind
 
 ENDLESS = (*QUICK, "algo.num_steps=100000", "runtime.balance=false", "runtime.torch_threads=1")
 WATCHED = (*ENDLESS, "runtime.watchdog_s=12", "runtime.wait_timeout_s=12")
@@ -26,7 +27,10 @@ def reports(run):
     return {int(path.stem[-5:]): path.read_text() for path in run.folder.glob("logs/attempt_1/stall_rank*.txt")}
 
 
-@pytest.mark.parametrize(("schedule", "victim"), [("overlapped", 0), ("overlapped", 1), ("serial", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "victim"),
+    [pytest.param("overlapped", 0, marks=FULL), ("overlapped", 1), pytest.param("serial", 1, marks=FULL)],
+)
 def test_a_stopped_rank_is_named_and_all_end(schedule, victim, tmp_path):
     serial = ["algo.max_staleness=0", f"runtime.schedule={schedule}"]
     process = start(tmp_path, *WATCHED, *serial)
@@ -60,9 +64,11 @@ def faulty(root, fault):
     ("lane", "point", "call", "who", "found"),
     [
         ("grpo", "optimise", 3, "lane grpo of rank 0 (", "no lane has got on for 12 s (runtime.watchdog_s)"),
-        ("param_dist", "gather", 4, "lane grpo of rank ", "waited 12 s for"),
-        ("inference", "decide", 40, "lane sampling of rank 1 (", "waited 12 s for"),
-        ("sampling", "collect", 40, "lane grpo of rank ", "lane grpo waited 12 s for a finished group"),
+        pytest.param("param_dist", "gather", 4, "lane grpo of rank ", "waited 12 s for", marks=FULL),
+        pytest.param("inference", "decide", 40, "lane sampling of rank 1 (", "waited 12 s for", marks=FULL),
+        pytest.param(
+            "sampling", "collect", 40, "lane grpo of rank ", "lane grpo waited 12 s for a finished group", marks=FULL
+        ),
     ],
 )
 def test_a_lane_that_hangs_is_named_with_the_lanes_it_holds_up(lane, point, call, who, found, tmp_path):
@@ -93,7 +99,9 @@ def test_a_rank_whose_interpreter_is_held_up_is_silent_and_ended_with_its_stack(
     assert "faults.py" in log
 
 
-@pytest.mark.parametrize(("lane", "rank", "point"), [("sampling", 0, "collect"), ("grpo", 1, "optimise")])
+@pytest.mark.parametrize(
+    ("lane", "rank", "point"), [("sampling", 0, "collect"), pytest.param("grpo", 1, "optimise", marks=FULL)]
+)
 def test_the_first_error_is_the_last_word_of_every_rank(lane, rank, point, tmp_path):
     fault = f"lane={lane} rank={rank} point={point} call=3 do=raise"
     run = finish(faulty(tmp_path, fault), tmp_path, timeout_s=90)
@@ -121,6 +129,7 @@ def test_of_a_run_whose_main_rank_was_killed_another_writes_the_summary(tmp_path
     assert set(run.last_words) == {1}
 
 
+@FULL
 def test_slow_and_idle_lanes_are_no_stall(tmp_path):
     """The evaluation takes several times the limits, and no lane but sampling and inference has anything to do."""
     run = train(

@@ -148,7 +148,12 @@ def test_a_signal_to_a_rank_that_does_not_train_stops_all_at_one_step(tmp_path, 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
     ("placement", "ranks", "victim", "resumed"),
-    [(SEPARATED, 2, 1, False), (SEPARATED, 2, 0, True), (HYBRID, 3, 1, True), (HYBRID, 3, 2, False)],
+    [
+        pytest.param(SEPARATED, 2, 1, False, marks=pytest.mark.chaos_full),
+        (SEPARATED, 2, 0, True),
+        (HYBRID, 3, 1, True),
+        pytest.param(HYBRID, 3, 2, False, marks=pytest.mark.chaos_full),
+    ],
     ids=["separated-sampling", "separated-training", "hybrid-inference", "hybrid-sampling"],
 )
 def test_a_killed_rank_ends_the_run_by_name_and_auto_goes_on(tmp_path, placement, ranks, victim, resumed):
