@@ -12,6 +12,7 @@ import gc
 import json
 import multiprocessing
 import os
+import sys
 import threading
 import time
 import traceback
@@ -211,7 +212,7 @@ def end_while_blocked(
 
 
 def held() -> dict[str, int]:
-    """What this process holds: descriptors, threads, child processes, mappings of shared memory, parts of runs."""
+    """What this process holds: descriptors, threads, child processes, mappings of shared memory, parts of runs, hooks."""
     import psutil
 
     process = psutil.Process()
@@ -222,6 +223,7 @@ def held() -> dict[str, int]:
         "parts": sum(
             str(type(thing)).startswith(("<class 'dvla.lanes", "<class 'dvla.planes")) for thing in gc.get_objects()
         ),
+        "excepthook": id(sys.excepthook),  # of hooks around hooks none goes
         "segments": sum(line.split()[1].endswith("s") for line in Path("/proc/self/maps").read_text().splitlines()),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -165,6 +166,7 @@ def join_world(
 
     # Every rank makes every group here, in this order: group creation is collective.
     timeout = timedelta(seconds=timeout_s)
+    excepthook = sys.excepthook
     dist.init_process_group(
         backend(device),
         store=store,
@@ -173,6 +175,7 @@ def join_world(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    sys.excepthook = excepthook  # torch wraps it to name the rank, as dvla.entry does, and never takes that away
     grid, names = torch.tensor(learners), ["shard"]
     if replicate_size > 1:
         grid, names = grid.view(replicate_size, -1), ["replicate", "shard"]
