@@ -31,6 +31,14 @@ def undisturbed(tmp_path_factory):
     return play_episodes(config("", None), tmp_path_factory.mktemp("logs"))
 
 
+@pytest.fixture(autouse=True)
+def no_process_is_left(undisturbed):
+    """Beyond those of tests before, such as multiprocessing's own of a spawned process."""
+    before = set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) == before
+
+
 PLACES = ("reset 1", "reset 3", "step 1", "step 17", "observe 2", "observe 9")
 QUICK_ONES = (("kill", "reset 3"), ("kill", "step 17"), ("raise", "step 1"), ("raise", "observe 9"))
 
@@ -48,7 +56,6 @@ def test_a_worker_that_dies_loses_and_doubles_nothing(undisturbed, how, place, t
     assert played.restarts == 1
     assert played.key() == undisturbed.key()
     assert len(played.outcomes) == 24
-    assert not psutil.Process().children()
 
 
 @pytest.mark.parametrize("how", ["hang", "freeze"])
@@ -59,7 +66,6 @@ def test_a_worker_that_hangs_is_replaced_after_its_deadline(undisturbed, how, tm
     if how == "hang":  # its stack tells where
         logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
         assert re.search(r"Fatal Python error: Aborted.*in strike", logs, re.DOTALL)
-    assert not psutil.Process().children()
 
 
 def test_a_decision_for_a_worker_that_is_being_ended_is_dropped(undisturbed, tmp_path):
@@ -88,7 +94,6 @@ def test_a_task_that_fails_again_and_again_ends_the_run(tmp_path):
     assert re.match(r"3 simulator workers failed in a row \(task [01], initial state \d+; ", words)
     assert "runtime.max_worker_failures=2" in words
     assert "ValueError: the arm fell off" in words
-    assert not psutil.Process().children()
 
 
 def test_an_initial_state_that_always_fails_ends_the_run_though_others_of_its_task_succeed(tmp_path):
