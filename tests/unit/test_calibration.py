@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
 
-from dvla.config import Config, ConfigError, EnvConfig, ModelConfig, RuntimeConfig, to_plain
+from dvla.config import Config, ConfigError, EnvConfig, ModelConfig, RuntimeConfig, Schedule, to_plain
 from dvla.planning.calibration import calibrate
 
 CONFIG = Config(env=EnvConfig(cameras=()), model=ModelConfig(), runtime=RuntimeConfig(num_envs=4, num_workers=2))
@@ -73,6 +74,12 @@ def test_profile(tmp_path):
     assert profile.slot_bytes == 19200 // CONFIG.slots_per_sampler(2, 2)
     assert json.dumps(to_plain(known.config)) == json.dumps(to_plain(CONFIG))
     assert (known.num_nodes, known.ranks_per_node) == (1, 2)
+
+
+def test_a_serial_run_waits_while_it_collects(tmp_path):
+    on_policy = replace(CONFIG.algo, max_staleness=0)
+    serial = replace(CONFIG, algo=on_policy, runtime=replace(CONFIG.runtime, schedule=Schedule.serial))
+    assert calibrate([write_run(tmp_path / "run", config=serial)]).profile.handle_s == pytest.approx(0.0001)
 
 
 def test_two_runs_tell_what_a_batch_simulator_costs(tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dvla.config import Config, ConfigError, Precision, load_as
+from dvla.config import Config, ConfigError, Precision, Schedule, load_as
 from dvla.planning.profile import Cost, Profile
 from dvla.runtime.placement import place
 from dvla.telemetry.metrics import FILE_NAME, read_metrics
@@ -88,7 +88,7 @@ def calibrate(folders: Sequence[str]) -> Calibration:
     profile = Profile(
         chunk=chunk,
         reset_s=_mean(begun),
-        handle_s=sum(s for run in runs for s in run.seconds("collect")) / len(answers),
+        handle_s=sum(s for run in runs for s in run.seconds(_handling(run.config))) / len(answers),
         decide=_fit([pair for run in runs for pair in run.sized("decide")]),
         gradient=_fit([pair for run in runs for pair in run.sized("gradient")]),
         optimise_s=_quick(s for run in runs for s in run.seconds("optimise")),
@@ -108,6 +108,11 @@ def calibrate(folders: Sequence[str]) -> Calibration:
         slot_bytes=int(first.last_metrics.get("memory/environment/used_bytes") or 0) // slots,
     )
     return Calibration(profile, config, summary["nodes"], summary["world_size"] // summary["nodes"])
+
+
+def _handling(config: Config) -> str:
+    """The spans in which answers are handled; serial runs wait for simulators within `collect`."""
+    return "handle" if config.runtime.schedule is Schedule.serial else "collect"
 
 
 def _learners_and_samplers(config: Config, summary: Mapping[str, Any]) -> tuple[int, int]:
