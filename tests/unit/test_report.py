@@ -25,6 +25,14 @@ def read(folder: Path) -> Page:
     return Page((folder / FILE_NAME).read_text())
 
 
+def test_a_secret_does_not_get_onto_the_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_HF_TOKEN", "hf_0123456789")
+    folder = make_run(tmp_path / "of_hf_0123456789", [])
+    (folder / "summary.json").mkdir()  # cannot be read: the page says so, with its path
+    text = write_report(folder).read_text()
+    assert text.count("of_&lt;MY_HF_TOKEN&gt;") >= 3 and "hf_0123456789" not in text
+
+
 def line(step: int, **more) -> dict:
     values = {"policy_version": step, "env_steps": 10 * step, "rollout/success_rate": step / 10, "train/loss": 0.5}
     return values | {"staleness/hist": [3, 1] + [0] * 15, "lane/grpo/busy_frac": 0.5} | more

@@ -23,6 +23,7 @@ from dvla.telemetry.critical_lane import analyse, describe, last_steps
 from dvla.telemetry.figures import duration, fixed, short
 from dvla.telemetry.lane_names import LANES
 from dvla.telemetry.markup import Html, element, join
+from dvla.telemetry.redact import redact
 from dvla.telemetry.run_files import RunFiles, number
 from dvla.telemetry.spans import read_spans
 from dvla.telemetry.swimlanes import swimlanes
@@ -36,7 +37,7 @@ _COLOURS = ("sampling", "inference", "grpo", "weights", "simulators", "between")
 
 
 def write_report(folder: Path, *, quick: bool = False) -> Path:
-    """Write the report of the run in `folder`; returns its path.
+    """Write the report of the run in `folder`, without secrets of the environment; returns its path.
 
     Args:
         folder: The run's.
@@ -105,7 +106,7 @@ def _grid(charts: Iterable[Html | None]) -> Html | None:
 
 
 def _name(run: RunFiles) -> str:
-    return str((run.summary or {}).get("run") or run.folder.resolve().name)
+    return str((run.summary or {}).get("run") or redact(run.folder.resolve().name))
 
 
 def _header(run: RunFiles) -> Html:
@@ -145,7 +146,7 @@ def _header(run: RunFiles) -> Html:
         element("pre", command) if command else None,
         element("dl", *tiles, class_="tiles") if tiles else None,
         element("p", " · ".join([*named, *machine]), class_="note") if named or machine else None,
-        element("p", f"Drawn {written} from {run.folder.resolve()}", class_="note"),
+        element("p", f"Drawn {written} from {redact(str(run.folder.resolve()))}", class_="note"),
     )  # fmt: skip
 
 
@@ -205,7 +206,7 @@ def _warnings(run: RunFiles) -> Html | None:
         for warning in (warnings if isinstance(warnings, list) else [])
         if isinstance(warning, dict)
     ]
-    lines += run.problems
+    lines += map(redact, run.problems)  # they name files with their folders
     if not run.metrics:
         lines.append("No optimiser step was finished: metrics.jsonl has no line.")
     return (
@@ -351,7 +352,7 @@ def _swimlanes(run: RunFiles, *, quick: bool) -> Html | None:
         return element("p", text, class_="note")
     size = sum(path.stat().st_size for path in run.traces)
     if quick and size > _QUICK_TRACE_BYTES:
-        draws = f"python -m dvla.report {shlex.quote(str(run.folder))}"
+        draws = f"python -m dvla.report {shlex.quote(redact(str(run.folder)))}"
         text = f"The traces are large ({size / 2**20:.0f} MiB): {draws} draws them."
         return element("p", text, class_="note")
     spans = []
