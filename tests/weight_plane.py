@@ -58,15 +58,16 @@ class Plane:
         world: The rank.
         policy: The same on all ranks.
         dtype: In which weights travel.
+        delta: Whether only what changes crosses between nodes.
     """
 
-    def __init__(self, world, policy, dtype=torch.float32):
+    def __init__(self, world, policy, dtype=torch.float32, *, delta=False):
         self.manifest = make_manifest(policy, dtype)
         self.replica = Replica(copy.deepcopy(policy).to(dtype), self.manifest, CPU)
         self.learner = Learner(policy, world, AlgoConfig(lr=1e-2), RuntimeConfig())
         self.host = HostBuffers(self.manifest, world.weights_pg, CPU)
         self.writer = ShardWriter(self.manifest, self.learner.parameters(), self.host, CPU)
-        self.exchange = WeightExchange(world, self.manifest, self.writer.extents, self.host.buffers)
+        self.exchange = WeightExchange(world, self.manifest, self.writer.extents, self.host.buffers, delta=delta)
         stop = StopFlag()
         self.meet = MeetingPoints.create(stop=stop, timeout_s=60)
         self.lane = ParamDistLane(

@@ -464,6 +464,9 @@ class RuntimeConfig:
     are gathered within a node; 1 shards over all ranks."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after every micro-batch (least memory) instead of once a step (least traffic)."""
+    weight_deltas: bool = False
+    """Send between nodes only the weights that differ from the version before, exactly; for slow links. It pays with
+    precision=bf16, where most weights stay as they are in a step of a small learning rate."""
     verify_weights: bool = False
     """Hash every weight transfer on both ends and stop on a difference."""
     torch_threads: int | None = None

@@ -253,7 +253,7 @@ def _run_lanes(
             )
             writer = ShardWriter(manifest, learner.parameters(), host, world.device)
             extents = writer.extents
-        exchange = WeightExchange(world, manifest, extents, host.buffers if host else [])
+        exchange = WeightExchange(world, manifest, extents, host.buffers if host else [], delta=runtime.weight_deltas)
         syncs = Durations()
         if host is not None:
             lanes["param_dist"] = ParamDistLane(

@@ -1,6 +1,7 @@
 """A program for torchrun: publish weights and do nothing else; rank 0 writes how many bytes that put on the link.
 
-Arguments: where to write, runtime.replicate_size.
+Arguments: where to write, runtime.replicate_size, and whether to send differences: versions then differ in one column of each
+matrix only.
 """
 
 from __future__ import annotations
@@ -35,21 +36,30 @@ class Policy(nn.Module):
         return list(self.layers)
 
 
-def main(out: Path, replicate_size: int | None) -> None:
+def changing(parameter: torch.Tensor, delta: bool) -> torch.Tensor:
+    return parameter[:, :1] if delta and parameter.ndim == 2 else parameter[:0] if delta else parameter
+
+
+def main(out: Path, replicate_size: int | None, delta: bool) -> None:
     die_with_parent()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     world = join_world(Device.cpu, 60.0, replicate_size)
-    plane = Plane(world, Policy())
+    policy = Policy()
+    wanted = [parameter.detach().clone() for parameter in policy.parameters()]
+    plane = Plane(world, policy, delta=delta)
     wrong = []
 
     def publish(version):
         for parameter in plane.learner.parameters().values():
-            parameter.detach().to_local().fill_(version)
+            changing(parameter.detach().to_local(), delta).fill_(version)
         plane.publish(version)
 
     def look(arrival):
-        if any((p != arrival.version).any() for p in plane.replica.policy.parameters()):
-            wrong.append(arrival.version)
+        for parameter, want in zip(plane.replica.policy.parameters(), wanted, strict=True):
+            changing(want, delta).fill_(arrival.version)
+            if not torch.equal(parameter, want):
+                wrong.append(arrival.version)
 
     dist.barrier(world.control_pg)
     before = bytes_on_link()
@@ -67,4 +77,4 @@ def main(out: Path, replicate_size: int | None) -> None:
 
 if __name__ == "__main__":
     assert CPU.type == "cpu"
-    main(Path(sys.argv[1]), None if sys.argv[2] == "null" else int(sys.argv[2]))
+    main(Path(sys.argv[1]), None if sys.argv[2] == "null" else int(sys.argv[2]), delta=sys.argv[3] == "true")

@@ -85,15 +85,23 @@ def test_a_rank_that_does_not_join_is_named():
 
 
 @pytest.mark.multinode
-@pytest.mark.parametrize(("replicate_size", "mesh"), [("null", ["replicate", "shard"]), ("1", ["shard"])])
-def test_each_version_crosses_the_link_once(tmp_path, replicate_size, mesh):
+@pytest.mark.parametrize(
+    ("replicate_size", "mesh", "delta", "expected"),
+    [
+        ("null", ["replicate", "shard"], "false", 1),  # (nodes - 1) x model bytes
+        ("1", ["shard"], "false", 1),
+        # The first of eight versions is sent whole; then a bit for each 32-bit word, and one word of a row of 1,024.
+        ("null", ["replicate", "shard"], "true", (1 + 7 * (1 / 32 + 1 / 1024)) / 8),
+    ],
+)
+def test_each_version_crosses_the_link_once(tmp_path, replicate_size, mesh, delta, expected):
     with two_nodes() as nodes:
-        for code, output in torchrun(nodes, str(SCRIPT), str(tmp_path / "out.json"), replicate_size):
+        for code, output in torchrun(nodes, str(SCRIPT), str(tmp_path / "out.json"), replicate_size, delta):
             assert code == 0, output
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["mesh"] == mesh
     assert result["wrong"] == [[], [], [], []]
-    assert result["models_per_version"] == pytest.approx(1, rel=0.05)  # (nodes - 1) x model bytes
+    assert result["models_per_version"] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.multinode
@@ -117,7 +125,7 @@ def test_two_nodes_train_lose_a_rank_and_go_on(tmp_path):
 
         last = int((folder / "checkpoints" / "latest").readlink().name.removeprefix("step_"))
         # It may go on in another layout: here sharded over all ranks before, sharded on each node now.
-        more = ("resume=auto", f"algo.num_steps={last + 2}", "runtime.replicate_size=2")
+        more = ("resume=auto", f"algo.num_steps={last + 2}", "runtime.replicate_size=2", "runtime.weight_deltas=true")
         outcomes = torchrun(nodes, *settings, *more)
         for code, output in outcomes:
             assert code == 0, output

@@ -3,7 +3,7 @@
 Every byte of a version has one owner (`dvla.planes.weights.is_owner`), and the leader of the owner's node sends it once to
 the leader of each other node: (nodes - 1) x model bytes in all, whether the learner is sharded across nodes or replicated on
 them. Replicas are sent, too, rather than trusted to be equal, so that all nodes decide with the same bits. Bytes go from
-host buffer to host buffer, without packing and without a second copy.
+host buffer to host buffer, without packing and without a second copy; for slow links, as differences (`dvla.planes.delta`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from dvla.planes.delta import decode, encode
 from dvla.planes.weights import WeightPlaneError
 
 if TYPE_CHECKING:
@@ -40,13 +41,18 @@ class WeightExchange:
         manifest: Layout of a version.
         owned: The parts of a buffer that this rank writes; none if it does not train.
         buffers: The node's host buffers.
+        delta: Send another node what a version changes, where that is less than the version.
 
     Raises:
         WeightPlaneError: Some byte has no owner, or two.
     """
 
-    def __init__(self, world: World, manifest: Manifest, owned: list[Extent], buffers: Sequence[Tensor]) -> None:
-        self._world, self._manifest, self._buffers = world, manifest, buffers
+    def __init__(
+        self, world: World, manifest: Manifest, owned: list[Extent], buffers: Sequence[Tensor], *, delta: bool = False
+    ) -> None:
+        self._world, self._manifest, self._buffers, self._delta = world, manifest, buffers, delta
+        self._before: Tensor | None = None
+        """The version before. Nobody writes there until all replicas of the node have applied the one after it."""
         said: list[tuple[int, list[Extent]]] = [(0, [])] * world.world_size
         dist.all_gather_object(said, (world.node, owned), group=world.control_pg)
         _require_tiling([extent for _, extents in said for extent in extents], manifest.num_bytes)
@@ -69,6 +75,7 @@ class WeightExchange:
             self._agree(world.leaders_pg, publication, "the leaders of the other nodes to have all their shards")
             with self._waiting_for(publication, "the leaders of the other nodes to send and receive"):
                 self._exchange(world.leaders_pg, self._buffers[publication.buffer])
+                self._before = self._buffers[publication.buffer]
         self._agree(world.weights_pg, publication, f"the leader of node {world.node} to receive from the other nodes")
 
     def await_applied(self, publication: Publication) -> None:
@@ -78,17 +85,39 @@ class WeightExchange:
 
     def _exchange(self, group: dist.ProcessGroup, buffer: Tensor) -> None:
         """Send this node's extents to every other leader while receiving theirs; a node is its leader's rank in `group`."""
-        peers = [node for node in range(self._world.num_nodes) if node != self._world.node]
+        parts = [[buffer[start:stop] for start, stop in extents] for extents in self._extents]
+        messages = self._differences(group, parts) if self._delta and self._before is not None else {}
         works = []
-        for node, extents in enumerate(self._extents):
-            for start, stop in extents:
+        for node in range(self._world.num_nodes):
+            for part in [messages[node]] if node in messages else parts[node]:
                 if node == self._world.node:
-                    works += [dist.isend(buffer[start:stop], group=group, group_dst=peer) for peer in peers]
+                    peers = (peer for peer in range(self._world.num_nodes) if peer != node)
+                    works += [dist.isend(part, group=group, group_dst=peer) for peer in peers]
                 else:
-                    works.append(dist.irecv(buffer[start:stop], group=group, group_src=node))
+                    works.append(dist.irecv(part, group=group, group_src=node))
         for work in works:
             assert work is not None, "this rank leads no node"
             work.wait()
+        for node, message in messages.items():
+            if node != self._world.node:
+                decode(message, parts[node], self._old_parts(node), self._manifest.dtype.itemsize)
+
+    def _differences(self, group: dist.ProcessGroup, parts: list[list[Tensor]]) -> dict[int, Tensor]:
+        """By node that sends a difference rather than its parts: the message; of other nodes, the space for it."""
+        mine = self._world.node
+        message = encode(parts[mine], self._old_parts(mine), self._manifest.dtype.itemsize)
+        sizes = torch.zeros(self._world.num_nodes, dtype=torch.int64)
+        sizes[mine] = len(message) if len(message) < sum(map(len, parts[mine])) else 0
+        dist.all_reduce(sizes, group=group)
+        return {
+            node: message if node == mine else torch.empty(size, dtype=torch.uint8)
+            for node, size in enumerate(sizes.tolist())
+            if size
+        }
+
+    def _old_parts(self, node: int) -> list[Tensor]:
+        assert self._before is not None
+        return [self._before[start:stop] for start, stop in self._extents[node]]
 
     def _agree(self, group: dist.ProcessGroup, publication: Publication, waiting_for: str) -> None:
         """Wait for the ranks of `group`, and check that they mean the same version of the same weights."""
