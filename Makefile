@@ -10,7 +10,7 @@ NPROC ?= 2
 ARGS ?=
 
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest --durations=15
+PYTEST := $(BIN)/python -m pytest --durations=40
 # Beside each other; a worker has all tests of a file, which share their fixtures, and takes the files in order.
 TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := tests/gpu/check.sh $(wildcard launch/*.sh) launch/slurm.sbatch .ci/run

@@ -271,8 +271,10 @@ def main() -> None:
             "half_width": "±",
         },
         "\nNo lane, link or buffer of a run is left (`tests/chaos/test_start_stop.py`). heap_mib: what the process "
-        "has asked of its heap and not given back; resident memory beyond it is room in between. Of Python objects each "
-        "run leaves four: torch's `init_process_group` puts one more hook around `sys.excepthook`.\n",
+        "has asked of its heap and not given back; resident memory beyond it is room in between. The number of Python "
+        "objects does not grow. What does is torch's and the heap's, and ever less (410 MiB after 120 runs, 411 after 200): "
+        "torch keeps something for every thread that ever computed, in tables that double (160 bytes a thread in a program "
+        "that does nothing else), and each run has a dozen threads.\n",
     )
     errors = ("ConfigError", "OverrideParseException", "DatasetError", "DamagedMetadataError")
     text += section(
