@@ -48,7 +48,7 @@ class BatchReach:
         images[:] = torch.tensor(_BACKGROUND)
         places = self._places[:, :4, None, None]
         for x, y, size, colour in ((2, 3, _TARGET_SIZE, _TARGET_COLOUR), (0, 1, _POINT_SIZE, _POINT_COLOUR)):
-            disc = (self._columns - places[:, x]) ** 2 + (self._rows - places[:, y]) ** 2 <= size**2
+            disc = (self._columns - places[:, x]) ** 2 + (self._rows[:, None] - places[:, y]) ** 2 <= size**2
             images[:, 0][disc] = torch.tensor(colour, dtype=torch.uint8)
         state = self._places[:, :4].float()
         return images, torch.full_like(state, torch.inf) if self.fault == "state" else state

@@ -33,6 +33,7 @@ from dvla.lanes.lane import ErrorBoard, Lane
 from dvla.lanes.meeting_points import MeetingPoints
 from dvla.lanes.sampling import SamplingLane
 from dvla.lanes.stages import Stages
+from dvla.models.policy import reads_images
 from dvla.models.policy_source import check_policy
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.models.trained import trained_policy
@@ -236,7 +237,7 @@ def play(
             rank=world.rank,
             replica=Replica(policy, make_manifest(policy, COMPUTE_DTYPE[runtime.precision]), world.device),
             host=None,
-            slots=SlotTensors(data.tensors, world.device),
+            slots=SlotTensors(data.tensors, world.device, with_images=reads_images(policy)),
             pool=pool,
             samplers=None,
             meet=meet,

@@ -39,6 +39,7 @@ from dvla.lanes.rank_lanes import RankLanes
 from dvla.lanes.sampling import SamplingLane
 from dvla.lanes.stages import Stages
 from dvla.lanes.training_groups import TrainingGroups
+from dvla.models.policy import reads_images
 from dvla.models.policy_source import check_policy, prepare_policy
 from dvla.models.sharding import COMPUTE_DTYPE
 from dvla.planes.data_plane import plan_slots
@@ -194,7 +195,7 @@ def _run_lanes(
             memory.claim(Pool.environment, "the memory of episode slots", own_bytes)
         with contextlib.nullcontext() if is_shared else memory.environment(own_bytes):
             node = join_node(world, layout, pool, stop, is_shared=is_shared, timeout_s=runtime.wait_timeout_s)
-        slots = SlotTensors(node.data.tensors, world.device)
+        slots = SlotTensors(node.data.tensors, world.device, with_images=reads_images(policy))
         meet = MeetingPoints.create(stop=stop, timeout_s=runtime.wait_timeout_s)
         tracer = Tracer(rank, config.telemetry.trace)
         clocks = {name: LaneClock(tracer=tracer.for_lane(name)) for name in LANES}

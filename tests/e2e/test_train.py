@@ -137,11 +137,23 @@ def test_max_staleness_zero_is_on_policy(tmp_path):
 
 
 def test_update_epochs_take_several_steps_on_a_batch(tmp_path):
-    run = train(tmp_path, *QUICK, "algo.update_epochs=2", "algo.num_steps=6", "algo.lr=3e-3")
+    more = ("algo.lr=3e-3", "algo.micro_batch_size=7", "telemetry.trace=true")
+    run = train(tmp_path, *QUICK, "algo.update_epochs=2", "algo.num_steps=6", *more)
     assert run.code == 0, run.output
     assert [line["policy_version"] for line in run.metrics] == [2, 4, 6]
     assert run.summary["groups"] - run.summary["groups_dropped"] == 12
     assert max(line["staleness/max"] for line in run.metrics) <= 2  # one batch is two optimiser steps
+    for path in (run.folder / "traces").iterdir():
+        sizes: list[list[int]] = [[]]
+        for span in read_spans(path):
+            if span.name == "gradient":
+                sizes[-1].append(span.args["size"])
+            elif span.name == "optimise":
+                sizes.append([])
+        assert len(sizes) == 7
+        for of_step in sizes[:-1]:  # groups share micro-batches: at most one is not full, but for padding (1)
+            assert 7 in of_step
+            assert sum(size not in (1, 7) for size in of_step) <= 1
 
 
 SERIAL = (

@@ -10,7 +10,8 @@ from transfers import make_arrays
 from dvla.config import RuntimeConfig, WeightApplication
 from dvla.lanes.inference import InferenceLane
 from dvla.lanes.meeting_points import MeetingPoints
-from dvla.models.policy import Decision
+from dvla.models.mlp import MLPPolicy
+from dvla.models.policy import Decision, reads_images
 from dvla.planes.observations import SlotTensors
 from dvla.planes.semaphore import StopFlag
 from dvla.planes.transport import Kind, Parcel
@@ -175,3 +176,13 @@ def test_evaluation_episodes_hold_no_weights_back():
     lane.arrive(1)
     lane.lane.step_all()
     assert lane.applied == ["one"]
+
+
+def test_a_policy_that_does_not_look_gets_no_pictures():
+    tensors = {"images": torch.ones(3, 5, 2, 8, 6, 3).byte(), "state": torch.rand(3, 5, 4), "task": torch.arange(3)}
+    slots, decisions = torch.tensor([0, 2]), torch.tensor([4, 1])
+    for wants in (True, False):
+        seen = SlotTensors(tensors, torch.device("cpu"), with_images=wants).observation(slots, decisions)
+        assert (seen.images.shape, seen.images.dtype) == ((2, 2 * wants, 8, 6, 3), torch.uint8)
+        assert torch.equal(seen.state, tensors["state"][slots, decisions])
+    assert [reads_images(policy) for policy in (Policy(), MLPPolicy)] == [True, False]

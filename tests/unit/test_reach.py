@@ -108,6 +108,26 @@ def test_the_picture_shows_point_and_target_where_they_are():
                 assert abs(1 - row / 48 * 2 - place[1]) < 0.05
 
 
+@pytest.mark.parametrize("size", [(64, 64), (7, 13), (1, 1), (256, 256)])
+def test_every_pixel_within_a_disc_has_its_colour_and_no_other(size):
+    height, width = size
+    env = ReachEnv(image_size=size)
+    columns, rows = np.meshgrid((np.arange(width) + 0.5) / width * 2 - 1, 1 - (np.arange(height) + 0.5) / height * 2)
+    picture, state = np.empty((1, *size, 3), np.uint8), np.empty(4, np.float32)
+    for seed in range(40):
+        env.reset(0, seed)
+        for _ in range(seed % 4 * 8):  # some end up at the rim
+            env.step(np.array([1.0, -1.0]))
+        wanted = np.full((*size, 3), (24, 24, 32), np.uint8)
+        for x, y, radius, colour in (
+            (env._target_x, env._target_y, 0.2, (230, 60, 50)),
+            (env._x, env._y, 0.12, (70, 150, 255)),
+        ):
+            wanted[(columns - x) ** 2 + (rows - y) ** 2 <= radius**2] = colour
+        env.observe(picture, state)
+        assert np.array_equal(picture[0], wanted)
+
+
 def test_the_point_stays_in_the_square_and_actions_are_clipped():
     env = ReachEnv(cameras=())
     env.reset(0, 0)

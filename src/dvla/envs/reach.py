@@ -89,8 +89,9 @@ class ReachEnv:
         if cameras:
             height, width = self.spec.image_size
             # Positions of the pixels' centres; y points up.
-            self._columns = ((np.arange(width) + 0.5) / width * 2 - 1)[None, :]
-            self._rows = (1 - (np.arange(height) + 0.5) / height * 2)[:, None]
+            self._columns = (np.arange(width) + 0.5) / width * 2 - 1
+            self._rows = 1 - (np.arange(height) + 0.5) / height * 2
+            self._background = np.full((height, width, 3), _BACKGROUND, np.uint8)
 
     def reset(self, task: int, seed: int) -> bytes:
         """Place target and point; both are a function of task and seed."""
@@ -125,9 +126,9 @@ class ReachEnv:
         state[:] = self._positions()
         if self.spec.cameras:
             image = images[0]
-            image[:] = _BACKGROUND
-            image[self._disc(self._target_x, self._target_y, _TARGET_SIZE)] = _TARGET_COLOUR
-            image[self._disc(self._x, self._y, _POINT_SIZE)] = _POINT_COLOUR
+            image[:] = self._background
+            self._draw(image, self._target_x, self._target_y, _TARGET_SIZE, _TARGET_COLOUR)
+            self._draw(image, self._x, self._y, _POINT_SIZE, _POINT_COLOUR)
 
     def close(self) -> None:
         """Nothing to free."""
@@ -138,9 +139,16 @@ class ReachEnv:
     def _positions(self) -> tuple[float, float, float, float]:
         return self._x, self._y, self._target_x, self._target_y
 
-    def _disc(self, x: float, y: float, radius: float) -> np.ndarray:
-        """Mask (H, W) of the pixels within a disc."""
-        return (self._columns - x) ** 2 + (self._rows - y) ** 2 <= radius**2
+    def _draw(self, image: np.ndarray, x: float, y: float, radius: float, colour: tuple[int, int, int]) -> None:
+        """Draw a disc; only the square around it is looked at."""
+        columns, rows = self._near(self._columns, x, radius), self._near(self._rows, y, radius)
+        inside = (self._columns[columns] - x) ** 2 + (self._rows[rows, None] - y) ** 2 <= radius**2
+        image[rows, columns][inside] = colour
+
+    def _near(self, places: np.ndarray, centre: float, radius: float) -> slice:
+        """The pixels of an axis that a disc may touch."""
+        near = np.flatnonzero(np.abs(places - centre) <= radius * 1.001)  # whatever rounding does at the rim
+        return slice(near[0], near[-1] + 1) if len(near) else slice(0, 0)
 
 
 def _clip(value: float) -> float:

@@ -50,7 +50,7 @@ _LOOK_S = 5.0  # how often the ranks look at each other while training waits for
 
 @dataclass(slots=True)
 class _Part:
-    """Decisions of one group that make one micro-batch."""
+    """Decisions of groups, a row each: those of one group, or one micro-batch."""
 
     slots: Tensor
     decisions: Tensor
@@ -59,6 +59,11 @@ class _Part:
     old_values: Tensor | None = None
     returns: Tensor | None = None
     prox_logprobs: Tensor | None = None
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """All that is known before the first gradient."""
+        values = () if self.old_values is None or self.returns is None else (self.old_values, self.returns)
+        return self.slots, self.decisions, self.advantages, self.weights, *values
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +174,7 @@ class GrpoLane(Lane):
         begin = time.monotonic()
         tally = BatchTally.zeros(num_tasks=len(self._evaluated_states), device=self._learner.device)
         parts: list[_Part] = []
+        rest: list[_Part] = []  # decisions that wait for the next group's
         waited, frames = 0.0, None
         for index in range(self._groups_per_batch):
             waiting = time.monotonic()
@@ -179,22 +185,25 @@ class GrpoLane(Lane):
             if self._critic is not None:
                 self._value(self._critic, group)
                 continue
+            is_last_group = index == self._groups_per_batch - 1
             with self.tracer.span("cut"):
-                group_parts = [] if group is None else self._cut(group, tally)
+                own = [] if group is None else [*rest, self._decisions(group, tally)]
+                # Slots that are kept for another epoch anyway may as well wait until they fill a micro-batch.
+                group_parts, rest = self._cut(own, keep_rest=self._algo.keeps_batch and not is_last_group)
             rounds = self._agree(len(group_parts), stop=group is None)
-            self._train(group_parts, rounds, tally, is_last_group=index == self._groups_per_batch - 1)
+            self._train(group_parts, rounds, tally, is_last_group=is_last_group)
             parts += group_parts
-            if group is not None and self._algo.update_epochs == 1:
-                self._free_slots(group)
-            elif group is not None:
+            if group is not None and self._algo.keeps_batch:
                 self._held.append(group)
+            elif group is not None:
+                self._free_slots(group)
         timings = {"time/wait_groups_s": waited, "time/publish_s": 0.0}
         if self._critic is not None:
             with self.clock.doing("collective: advantages", "grpo"):
                 assessments, judged = self._critic.assess(self._held)
             timings |= judged
-            for group, assessment in zip(self._held, assessments, strict=True):
-                parts += self._cut(group, tally, assessment)
+            of_groups = zip(self._held, assessments, strict=True)
+            parts, _ = self._cut([self._decisions(group, tally, assessment) for group, assessment in of_groups])
             self._train(parts, self._agree(len(parts), stop=False, may_stop=False), tally, is_last_group=True)
         metrics = self._finish_step()
         for _ in range(1, self._algo.update_epochs):
@@ -403,8 +412,8 @@ class GrpoLane(Lane):
             critic.value(looks, rounds)
         self._held.append(group)
 
-    def _cut(self, group: Parcel, tally: BatchTally, assessment: Assessment | None = None) -> list[_Part]:
-        """The decisions of a group, cut into micro-batches; without an assessment, its members judge each other."""
+    def _decisions(self, group: Parcel, tally: BatchTally, assessment: Assessment | None = None) -> _Part:
+        """All decisions of a group; without an assessment, its members judge each other."""
         members = torch.tensor(group.slots)
         lengths = self._slots.tensors["num_decisions"][members]
         weights = decision_weights(
@@ -429,8 +438,16 @@ class GrpoLane(Lane):
                 *(assessment.values[row, decisions], assessment.returns[row, decisions]),
             )
         tally.add_trained(self.policy_version - self._slots.tensors["behavior_version"][slots, decisions], advantages)
+        return _Part(*columns)
+
+    def _cut(self, decisions: Sequence[_Part], *, keep_rest: bool = False) -> tuple[list[_Part], list[_Part]]:
+        """Micro-batches of `decisions`, one after another; and what is left of them where an incomplete one is to be kept."""
+        if not decisions:
+            return [], []
+        columns = [torch.cat(column) for column in zip(*(part.columns() for part in decisions), strict=True)]
         size = self._algo.micro_batch_size
-        return [_Part(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
+        parts = [_Part(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
+        return (parts[:-1], parts[-1:]) if keep_rest and len(parts[-1].slots) < size else (parts, [])
 
     def _padding(self) -> _Part:
         """A micro-batch without weight, for a rank that has fewer than the others."""

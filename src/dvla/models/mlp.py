@@ -51,6 +51,8 @@ class MLPPolicy(nn.Module):
     clipping belongs to the environment.
     """
 
+    reads_images = False
+
     def __init__(self, config: MLPConfig, *, spec: EnvSpec, num_action_chunks: int, temperature: float) -> None:
         """Build the model.
 

@@ -50,6 +50,7 @@ class Policy(Protocol):
     """A trainable policy; implementations are ``nn.Module``s.
 
     One of your own is made by ``MyPolicy(preset=…, spec=EnvSpec, num_action_chunks=…, temperature=…, **model.options)``.
+    An attribute ``reads_images = False`` spares it the pictures, if it has no use for them.
     A method ``freezable() -> dict[str, list[nn.Module]]`` may name parts for ``model.freeze``.
     """
 
@@ -70,6 +71,11 @@ class Policy(Protocol):
 
     def fsdp_units(self) -> list[torch.nn.Module]:
         """Submodules to shard as units of their own, in forward order; the rest goes to the root unit."""
+
+
+def reads_images(policy: Policy) -> bool:
+    """Whether a policy looks at pictures: all do, but those with an attribute of this name that says they do not."""
+    return getattr(policy, "reads_images", True)
 
 
 class Assessor(Policy, Protocol):

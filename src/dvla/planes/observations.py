@@ -22,12 +22,13 @@ class SlotTensors:
     Args:
         tensors: The slot memory by field (`dvla.planes.data_plane`).
         device: Where batches go.
+        with_images: Whether the policy looks at pictures; if not, observations have those of no camera.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: dict[str, Tensor], device: torch.device, *, with_images: bool = True) -> None:
         self.tensors = tensors
         self.record_names = [name.removeprefix("record.") for name in tensors if name.startswith("record.")]
-        self._device = device
+        self._device, self._with_images = device, with_images
 
     def gather(self, name: str, slots: Tensor, decisions: Tensor) -> Tensor:
         """Entries (B, ...) of the field `name` at the given slots and decisions (both (B,) int64, host).
@@ -49,7 +50,11 @@ class SlotTensors:
     def observation(self, slots: Tensor, decisions: Tensor) -> Observation:
         """The observations (B, ...) of the given decisions."""
         return Observation(
-            images=self.gather("images", slots, decisions),
+            images=self.gather("images", slots, decisions)
+            if self._with_images
+            else self.tensors["images"].new_empty(
+                len(slots), 0, *self.tensors["images"].shape[3:], device=self._device
+            ),
             state=self.gather("state", slots, decisions),
             task=self.tensors["task"][slots].to(self._device, non_blocking=True),
         )

@@ -423,14 +423,15 @@ class Learner:
         yield from self._publish()
         while True:
             self._order()
-            held, parts, num_dropped = [], [], 0
-            for _ in range(node.groups_per_batch):
+            held, parts, num_dropped, rest = [], [], 0, 0
+            for index in range(node.groups_per_batch):
                 group, num_dropped = yield from self._next_group(num_dropped)
                 num_decisions = sum(group.lengths)
-                sizes = [
-                    min(algo.micro_batch_size, num_decisions - done)
-                    for done in range(0, num_decisions, algo.micro_batch_size)
-                ]
+                whole, rest = divmod(rest + num_decisions, algo.micro_batch_size)
+                sizes = [algo.micro_batch_size] * whole
+                if rest and (index == node.groups_per_batch - 1 or not algo.keeps_batch):
+                    sizes.append(rest)
+                    rest = 0
                 parts += sizes
                 self._note_staleness(group, num_decisions)
                 yield from self._train(sizes)
