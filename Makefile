@@ -63,6 +63,14 @@ chaos: setup ## every test that kills or stops something, the whole matrix inclu
 	@$(WITH_RENDERER) first=0; set -x; $(PYTEST) -m chaos --ignore=tests/chaos/test_matrix.py $(ARGS) || first=$$?; \
 	$(BIN)/python perf/chaos.py && $(BIN)/python perf/report.py && exit $$first
 
+.PHONY: bench
+bench: setup ## measure this machine (20 minutes; perf/RESULTS.md); ARGS=bench_mlp measures that one alone
+	@$(WITH_RENDERER) set -x; exec $(BIN)/python perf/bench.py $(ARGS)
+
+.PHONY: bench-check
+bench-check: setup ## measure, and compare with what perf/results holds: fails if something is slower
+	@$(WITH_RENDERER) set -x; exec $(BIN)/python perf/bench.py --check $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff, mypy, shellcheck
 	$(BIN)/ruff check .

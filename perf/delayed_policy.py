@@ -1,4 +1,4 @@
-"""Policies that take as long as they are told, for `bench_placements.py` and `overlap.py`."""
+"""Policies that take as long as they are told, for `bench_placements.py`, `bench_stages.py` and `overlap.py`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,25 @@ class DelayedPolicy(MLPPolicy):
         """Decide, slowly."""
         time.sleep(self._seconds * len(keys))
         return super().act(obs, keys, greedy=greedy)
+
+
+class StagedPolicy(MLPPolicy):
+    """A tiny perceptron that sleeps `act_s` for each decision it makes and `gradient_s` for each it is trained on."""
+
+    def __init__(self, preset, spec, num_action_chunks, temperature, act_s, gradient_s) -> None:
+        config = MLPConfig(hidden_sizes=(4,))
+        super().__init__(config, spec=spec, num_action_chunks=num_action_chunks, temperature=temperature)
+        self._act_s, self._gradient_s = act_s, gradient_s
+
+    def act(self, obs, keys, *, greedy=False):
+        """Decide, slowly."""
+        time.sleep(self._act_s * len(keys))
+        return super().act(obs, keys, greedy=greedy)
+
+    def forward(self, obs, record):
+        """Compute log-probabilities for training, slowly."""
+        time.sleep(self._gradient_s * len(obs.state))
+        return super().forward(obs, record)
 
 
 class WaitingPolicy(MLPPolicy):

@@ -21,6 +21,8 @@ def number(value: Any) -> str:
     """A value for a table."""
     if value is None:
         return "–"
+    if isinstance(value, list):
+        return ", ".join(map(number, value))
     if isinstance(value, int):
         return f"{value:,}" if value >= 10_000 else str(value)
     if isinstance(value, float):
@@ -128,6 +130,14 @@ def main() -> None:
             "env_steps_per_s_raw": "env steps/s",
         },
     )
+    figures = {"name": "name", "value": "median", "unit": "unit", "all": "all runs"}
+    for title, name in (
+        ("Simulator and policy that cost next to nothing: GRPO with an MLP, one rank", "bench_mlp"),
+        ("Stages that only wait: overlapped beside serial", "bench_stages"),
+        ("Where the CPU time of the quickstart goes", "bench_efficiency"),
+        ("LIBERO-Spatial: training beside the ceiling of its simulators", "bench_libero"),
+    ):
+        text += section(title, name, figures, "\nHow it is counted: the script's first lines.\n")
     text += section("Serial against overlapped", "schedules", {"name": "name", "value": "median", "unit": "unit"})
     text += section(
         "Overlap: reach, mean of three seeds; every call of the policy waits so long, as for an accelerator",

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -17,33 +18,38 @@ from pathlib import Path
 from scipy import stats
 
 REPOSITORY = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCH_RESULTS", Path(__file__).parent / "results"))
 OWN_CLASSES = [str(REPOSITORY / folder) for folder in ("src", "tests", "perf")]
 
 
-def train(*overrides: str, ranks: int = 2, root: Path | None = None) -> dict:
+def train(
+    *overrides: str, ranks: int = 2, root: Path | None = None, module: str = "dvla.train", **variables: str
+) -> dict:
     """Run ``torchrun … -m dvla.train`` to its end.
 
     Args:
         overrides: Settings.
         ranks: Processes.
         root: Keeps the run there, as ``bench``; else it is gone afterwards.
+        module: Its command, or one that calls it.
+        variables: Of the environment.
 
     Returns:
         Its summary, with `metrics` (the lines of metrics.jsonl), `spans` (with telemetry.trace=true, the events of the
-        traces of all ranks), `command` and `total_s` (start-up included).
+        traces of all ranks), `command`, `total_s` (start-up included), `cpu_s` (of all its processes, start-up included)
+        and `begin_s` (when it was started, in seconds since 1970).
     """
     with contextlib.nullcontext(root) if root else tempfile.TemporaryDirectory() as root:
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "dvla.train", *overrides]
-        begin = time.monotonic()
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", module, *overrides]
+        begin, begin_s, before = time.monotonic(), time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *command[1:], f"run.root={root}", "run.name=bench"],
             cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(OWN_CLASSES)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(OWN_CLASSES)} | variables,
             check=True,
             stdout=sys.stderr,
         )
-        total_s = time.monotonic() - begin
+        total_s, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
         folder = Path(root) / "bench"
         summary = json.loads((folder / "summary.json").read_text())
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -53,7 +59,20 @@ def train(*overrides: str, ranks: int = 2, root: Path | None = None) -> dict:
             "spans": [event for trace in traces for event in trace if event["ph"] == "X"],
             "command": " ".join(command),
             "total_s": total_s,
+            "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            "begin_s": begin_s,
         }
+
+
+def batch_seconds(run: dict, skip: int = 3) -> float:
+    """Mean seconds of a batch of a traced run, without the first and the last `skip`."""
+    ends = sorted(span["ts"] + span["dur"] for span in run["spans"] if span["name"] == "report" and not span["pid"])
+    return (ends[-skip] - ends[skip]) / 1e6 / (len(ends) - 2 * skip)
+
+
+def figure(name: str, values: Sequence[float], unit: str) -> dict:
+    """A row of results: the median, and what it is the median of."""
+    return {"name": name, "value": statistics.median(values), "unit": unit, "all": list(values)}
 
 
 def half_interval(values: Sequence[float]) -> float:
