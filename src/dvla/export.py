@@ -32,17 +32,13 @@ def export(checkpoint: Path, out: Path) -> None:
     Raises:
         ConfigError: The checkpoint is torn or not of a run, or `out` exists.
     """
-    from dvla.envs.protocol import EnvSpec
     from dvla.models.export import write_policy
-    from dvla.models.trained import as_config, run_config, trained_policy
-    from dvla.runtime.checkpoint import read_train_state
+    from dvla.models.trained import as_config, env_spec_of, run_config, trained_policy
 
     config = as_config(run_config(checkpoint))
     if out.exists():
         raise ConfigError(f"out={out} exists: give a new folder")
-    saved: dict[str, Any] = read_train_state(checkpoint.resolve())["env_spec"]
-    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
-    policy = trained_policy(config.model, spec=EnvSpec(**fields), seed=config.seed, checkpoint=checkpoint)
+    policy = trained_policy(config.model, spec=env_spec_of(checkpoint), seed=config.seed, checkpoint=checkpoint)
     write_policy(policy, config.model, out)
 
 
