@@ -44,7 +44,7 @@ def folder(tmp_path):
 def card(folder, **model):
     config = Config(
         run=RunConfig(name="pushcube"),
-        env=EnvConfig(name="maniskill", task="PushCube-v1"),
+        env=EnvConfig(name="maniskill", task="PushCube-v1", options={"control_freq": 10, "robot": "panda"}),
         model=ModelConfig(name="openvla_oft", preset="nano", **model),
     )
     return model_card(config, SPEC, folder / "checkpoints" / "step_000020", 20)
@@ -66,7 +66,11 @@ def test_it_tells_results_of_this_policy_command_and_use(folder, monkeypatch):
     assert "python -m dvla.train run.name=x note=<MY_PASSWORD> 'model.options={a: 1}'" in body
     assert "hunter22" not in text
     assert "a \\| b" in body
-    assert "python -m dvla.evaluate model=openvla_oft_nano model.checkpoint=FOLDER" in body
+    assert (
+        "python -m dvla.evaluate model=openvla_oft_nano model.checkpoint=FOLDER model.num_action_chunks=8 env.name="
+        in body
+    )
+    assert "env.max_episode_steps=32 ++env.options.control_freq=10 ++env.options.robot=panda\n" in body
 
 
 def test_without_the_runs_folder_it_says_what_is_left(tmp_path):

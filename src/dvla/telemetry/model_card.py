@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +51,28 @@ def model_card(config: Config, spec: EnvSpec, checkpoint: Path, version: int) ->
         "instructions": "; ".join(spec.instructions),
         "D-VLA": (run.environment.get("versions") or {}).get("dvla"),
     }
-    settings = (
-        f"model={model.name}_{model.preset} model.checkpoint=FOLDER model.num_action_chunks={model.num_action_chunks}"
+    settings = _overrides(
+        {"model": f"{model.name}_{model.preset}", "model.checkpoint": "FOLDER"}
+        | {"model.num_action_chunks": model.num_action_chunks}
+        | {f"env.{key}": getattr(env, key) for key in ("name", "task", "cameras", "image_size", "max_episode_steps")}
+        | {f"++env.options.{key}": value for key, value in env.options.items()}
     )
-    settings += f" env.name={env.name} env.task={env.task}"
     parts = [
         f"{_HEAD}\n# {config.run.name}, step {version}",
         _table(("", ""), [(name, str(value)) for name, value in facts.items() if value is not None]),
         *_results(run, version),
-        *(["## Training\n", f"```bash\n{run.command}\n```"] if run.command else []),
+        *(["## Training", f"```bash\n{run.command}\n```"] if run.command else []),
         "## Use\n\nIn D-VLA, with FOLDER for this one:",
         f"```bash\npython -m dvla.evaluate {settings}\npython -m dvla.train {settings}\n```",
         "The layout is that of the model's original tools, which read it, too.",
     ]
     return redact("\n\n".join(parts) + "\n")
+
+
+def _overrides(settings: dict[str, Any]) -> str:
+    """Settings for a command line."""
+    words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    return " ".join(shlex.quote(f"{key}={word}") for key, word in words.items())
 
 
 def _results(run: RunFiles, version: int) -> list[str]:
@@ -84,7 +94,7 @@ def _results(run: RunFiles, version: int) -> list[str]:
             rows.append((str(result.get("env")), str(result.get("episodes")), _success(result), interval))
     if not rows:
         return ["## Results\n\nThis policy was not evaluated."]
-    return ["## Results\n", _table(("evaluation", "episodes", "success", "95 % interval"), rows)]
+    return ["## Results", _table(("evaluation", "episodes", "success", "95 % interval"), rows)]
 
 
 def _success(values: dict[str, Any], prefix: str = "") -> str:
