@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -47,6 +48,7 @@ from dvla.runtime.resuming import open_run
 from dvla.runtime.world import World, join_world, require_same
 from dvla.telemetry.metrics import FILE_NAME, MetricsWriter, read_metrics
 from dvla.telemetry.progress import Progress
+from dvla.telemetry.redact import redact
 from dvla.telemetry.report import draw_at_end
 from dvla.telemetry.summary import SUMMARY_KEYS, write_summary
 from dvla.telemetry.trace import Tracer
@@ -279,6 +281,7 @@ class _Training:
                     config.run.folder, tensorboard=config.telemetry.tensorboard, resume_at=self.step
                 )
                 closing.enter_context(metrics)
+                metrics.add_text("config", redact(yaml.safe_dump(to_plain(config), sort_keys=False)))
             shows = self._world.is_main and config.telemetry.console
             progress = closing.enter_context(Progress(total, unit, enabled=shows))
             while not is_last:

@@ -810,6 +810,23 @@ class SftConfig:
         return self.run.folder / "checkpoints"
 
 
+@dataclass(kw_only=True, slots=True)
+class ServeConfig:
+    """What `dvla.serve` takes."""
+
+    checkpoint: str = "???"
+    """A ``step_NNNNNN`` folder of a run, or its link ``latest``."""
+    host: str = "127.0.0.1"
+    """Interface to listen on; 0.0.0.0 for all, and then for everybody who can reach this machine."""
+    port: int = 8000
+    """TCP port; 0 takes a free one."""
+    device: Device = Device.auto
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _require(0 <= self.port < 2**16, "port must lie between 0 and 65535")
+
+
 def to_plain(config: Config | SftConfig) -> dict[str, Any]:
     """The config as nested dicts, lists and scalars, enums by name."""
 
@@ -856,9 +873,10 @@ def load_as(schema: type[Schema], composed: DictConfig) -> Schema:
 
 
 def register() -> None:
-    """Give Hydra the schemas ``base_config``, ``evaluate_config`` and ``sft_config``; entry points call it once."""
+    """Give Hydra the schemas of all programs; entry points call it once."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="base_config", node=Config)
     ConfigStore.instance().store(name="evaluate_config", node=EvaluateConfig)
     ConfigStore.instance().store(name="sft_config", node=SftConfig)
+    ConfigStore.instance().store(name="serve_config", node=ServeConfig)

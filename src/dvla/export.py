@@ -4,7 +4,7 @@
 
 A policy that began as a checkpoint goes back to that checkpoint's layout: the same files, names and dtypes. One that began
 with random weights is written in the layout of its model's original (OpenVLA-OFT: Hugging Face; pi0.5: openpi). Adapters
-are merged into the weights they stand beside.
+are merged into the weights they stand beside. ``README.md`` is a model card, with what the run's folder tells of results.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ def export(checkpoint: Path, out: Path) -> None:
     Raises:
         ConfigError: The checkpoint is torn or not of a run, or `out` exists.
     """
-    from dvla.envs.protocol import EnvSpec
     from dvla.models.export import write_policy
-    from dvla.models.trained import as_config, run_config, trained_policy
+    from dvla.models.trained import as_config, env_spec_of, run_config, trained_policy
     from dvla.runtime.checkpoint import read_train_state
+    from dvla.telemetry.model_card import model_card
 
     config = as_config(run_config(checkpoint))
     if out.exists():
         raise ConfigError(f"out={out} exists: give a new folder")
-    saved: dict[str, Any] = read_train_state(checkpoint.resolve())["env_spec"]
-    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
-    policy = trained_policy(config.model, spec=EnvSpec(**fields), seed=config.seed, checkpoint=checkpoint)
+    spec, version = env_spec_of(checkpoint), read_train_state(checkpoint.resolve())["policy_version"]
+    card = model_card(config, spec, checkpoint.resolve(), version)
+    policy = trained_policy(config.model, spec=spec, seed=config.seed, checkpoint=checkpoint)
     write_policy(policy, config.model, out)
+    (out / "README.md").write_text(card, encoding="utf-8")  # in place of the base model's, if that has one
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ def test_a_nano_model_trains_and_its_export_trains_on(case, tmp_path):
     else:
         export(run.folder / "checkpoints" / "latest", tmp_path / "exported")
     assert (tmp_path / "exported" / "config.json").is_file()
+    assert f"| environment | {run.summary['env'].split('/')[0]} |" in (tmp_path / "exported" / "README.md").read_text()
     of_the_run = ("lora", "use_proprio", "replicate_size")  # on two ranks; the export trains on on one
     settings = [item for item in CASES[case] if not any(word in item for word in of_the_run)]
     again = train(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from metric_tags import documented
+from PIL import Image
 
 from dvla.rl.losses import LossStats
 from dvla.telemetry.metrics import FILE_NAME, Histogram, MetricsWriter, read_metrics
+from dvla.telemetry.tensorboard_layout import RUN_LAYOUT
 
 
 def write(folder: Path, versions: range, *, resume_at: int = 0) -> None:
@@ -100,6 +104,39 @@ def test_histograms_are_counts_in_the_file_and_histograms_in_tensorboard(tmp_pat
     shown = event.histogram_value
     assert (event.step, shown.num, shown.min, shown.max, shown.sum) == (1, 5, -0.5, 2.5, 4)
     assert (shown.bucket_limit, shown.bucket) == ([0.5, 1.5, 2.5], [3, 0, 2])
+
+
+def test_tensorboard_has_the_run_on_one_page(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.add_layout(RUN_LAYOUT)
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
+    (category,) = Layout.FromString(event.tensor_proto.string_val[0]).category
+    tags = {chart.title: list(chart.multiline.tag) for chart in category.chart}
+    assert len(tags) == 4
+    assert "eval/success_rate" in tags["success"]
+    patterns = documented()
+    assert [t for part in tags.values() for t in part if not any(pattern.fullmatch(t) for pattern in patterns)] == []
+
+
+def test_tensorboard_plays_what_the_policy_saw(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    frames = np.zeros((3, 2, 4, 6, 3), np.uint8)
+    frames[1, 1] = 255
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.add_film("rollout/film", frames, 7)
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (event,) = events.Images("rollout/film")
+    assert (event.step, event.width, event.height) == (7, 12, 4)
+    film = Image.open(io.BytesIO(event.encoded_image_string))
+    film.seek(1)
+    shown = np.asarray(film.convert("RGB"))
+    assert (shown[:, :6].max(), shown[:, 6:].min()) == (0, 255)
 
 
 def test_tags_of_the_loss_are_documented() -> None:

@@ -34,6 +34,13 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
     return plain
 
 
+def env_spec_of(checkpoint: Path) -> EnvSpec:
+    """The environment that the run of a checkpoint was in."""
+    saved: dict[str, Any] = read_train_state(checkpoint.resolve())["env_spec"]
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+    return EnvSpec(**fields)
+
+
 def as_config(plain: dict[str, Any]) -> Config:
     """Plain values as a checked config."""
     from omegaconf import OmegaConf

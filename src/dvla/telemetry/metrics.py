@@ -9,12 +9,15 @@ A full disk ends no run: lines wait until there is room, and TensorBoard lacks t
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
 
 from dvla.telemetry.atomic_file import write_atomically
 from dvla.telemetry.line_file import LineFile
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+_FILM_FRAME_MS = 250
 
 
 class Histogram(NamedTuple):
@@ -110,6 +114,14 @@ class MetricsWriter:
         verbatim = "\n".join(f"    {line}" for line in text.splitlines())
         self._show(lambda tensorboard: tensorboard.add_text(tag, verbatim))
 
+    def add_layout(self, layout: dict[str, Any]) -> None:
+        """Lay out charts for TensorBoard's tab Custom Scalars, as `dvla.telemetry.tensorboard_layout` does."""
+        self._show(lambda tensorboard: tensorboard.add_custom_scalars(layout))
+
+    def add_film(self, tag: str, frames: np.ndarray, policy_version: int) -> None:
+        """Show frames (T, cameras, H, W, 3) uint8 in TensorBoard, one after another, cameras side by side."""
+        self._show(lambda tensorboard: _add_film(tensorboard, tag, frames, policy_version))
+
     def _show(self, show: Callable[[SummaryWriter], None], purge_step: int | None = None) -> None:
         """Add to TensorBoard, in a new file if the last one could not be written; not while the disk is full."""
         if not self._has_tensorboard or self._lines.is_behind:
@@ -156,6 +168,20 @@ def _add_histogram(tensorboard: SummaryWriter, tag: str, histogram: Histogram, p
         bucket_counts=counts,
         global_step=policy_version,
     )
+
+
+def _add_film(tensorboard: SummaryWriter, tag: str, frames: np.ndarray, policy_version: int) -> None:
+    """Show an animated GIF among the images: SummaryWriter's own videos need a package for which there is no other use."""
+    from PIL import Image
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    pictures = [Image.fromarray(np.concatenate(list(cameras), axis=1)) for cameras in frames]
+    file = io.BytesIO()
+    pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=_FILM_FRAME_MS, loop=0)
+    image = Summary.Image(
+        height=pictures[0].height, width=pictures[0].width, colorspace=3, encoded_image_string=file.getvalue()
+    )
+    tensorboard._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), policy_version)
 
 
 def _take_back(path: Path, resume_at: int) -> None:

@@ -135,7 +135,7 @@ def _header(run: RunFiles) -> Html:
         for name, value in _tiles(run)
         if value is not None
     ]
-    command = _command(run)
+    command = run.command
     return element(
         "header",
         element("h1", _name(run), " ", element("span", outcome, class_=f"outcome {known}")),
@@ -148,16 +148,6 @@ def _header(run: RunFiles) -> Html:
         element("p", " · ".join([*named, *machine]), class_="note") if named or machine else None,
         element("p", f"Drawn {written} from {redact(str(run.folder.resolve()))}", class_="note"),
     )  # fmt: skip
-
-
-def _command(run: RunFiles) -> str:
-    words = run.environment.get("command")
-    if not isinstance(words, list) or not words:
-        return ""
-    program, *rest = map(str, words)
-    path = Path(program)
-    start = f"python -m dvla.{path.stem}" if path.parent.name == "dvla" else shlex.quote(program)
-    return " ".join([start, *map(shlex.quote, rest)])
 
 
 def _tiles(run: RunFiles) -> list[tuple[str, str | None]]:

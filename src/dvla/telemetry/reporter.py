@@ -21,6 +21,7 @@ from dvla.telemetry.metrics import MetricsWriter
 from dvla.telemetry.redact import redact
 from dvla.telemetry.report import draw_at_end
 from dvla.telemetry.summary import LANE_KEYS, write_summary
+from dvla.telemetry.tensorboard_layout import RUN_LAYOUT
 
 if TYPE_CHECKING:
     from dvla.lanes.grpo import StepReport
@@ -132,6 +133,7 @@ class Reporter:
                 self._folder, tensorboard=tensorboard, resume_at=policy_version, warn=self.warn
             )
             self._metrics.add_text("config", redact(yaml.safe_dump(to_plain(self._config), sort_keys=False)))
+            self._metrics.add_layout(RUN_LAYOUT)
         self._console.training(policy_version)
 
     def training_ends(self, *, groups_lost: int) -> None:
@@ -172,6 +174,8 @@ class Reporter:
         every = self._config.run.checkpoint_every
         is_milestone = self._history.num_batches == 1 or report.policy_version // every > previous // every
         if report.frames is not None and is_milestone:
+            if self._metrics:
+                self._metrics.add_film("rollout/film", report.frames, report.policy_version)
             try:
                 save_film(self._folder / "frames" / f"step_{self._policy_version:06d}.png", report.frames)
             except OSError as error:  # a full disk

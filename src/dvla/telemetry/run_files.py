@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,17 @@ class RunFiles:
         run.films = sorted(folder.glob("frames/*.png"))
         run.videos = sorted(folder.glob("videos/**/*.mp4"))
         return run
+
+    @property
+    def command(self) -> str:
+        """What the run was started with, for a shell; nothing if that is not known."""
+        words = self.environment.get("command")
+        if not isinstance(words, list) or not words:
+            return ""
+        program, *rest = map(str, words)
+        path = Path(program)
+        start = f"python -m dvla.{path.stem}" if path.parent.name == "dvla" else shlex.quote(program)
+        return " ".join([start, *map(shlex.quote, rest)])
 
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
         if not (self.folder / name).exists():
