@@ -20,7 +20,7 @@ from dvla.runtime.stop_request import StopRequest
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "conf"
+CONFIG_FOLDER = Path(__file__).resolve().with_name("conf")  # in the repository a link to conf/
 
 
 def start_rank(config_name: str, title: str, work: Callable[[DictConfig, StopRequest], int]) -> None:

@@ -1,0 +1,6 @@
+"""``python -m dvla``: see `dvla.command`."""
+
+from dvla.command import main
+
+if __name__ == "__main__":
+    main()
