@@ -127,7 +127,11 @@ class Learner:
         self._rates = sorted(set(rates))
         groups = [[p for p, own in zip(self._trainable, rates, strict=True) if own == rate] for rate in self._rates]
         self.optimizer = torch.optim.AdamW(
-            [{"params": group} for group in groups], lr=algo.lr, betas=algo.adam_betas, weight_decay=algo.weight_decay
+            [{"params": group} for group in groups],
+            lr=algo.lr,
+            betas=algo.adam_betas,
+            weight_decay=algo.weight_decay,
+            fused=True,  # one call for all parameters, of which each costs more than its arithmetic
         )
         self._settings = LossSettings(
             logprob_type=cast("LogprobType", algo.logprob_type.name),
