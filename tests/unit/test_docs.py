@@ -1,0 +1,43 @@
+"""Links of README.md and docs/ lead somewhere, and what they name is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def prose(path):
+    """The text without blocks of code."""
+    return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+
+
+def anchors(path):
+    """What a heading can be reached by."""
+    titles = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_files_that_are_named_are_there(page):
+    for name in re.findall(r"`((?:conf|src|launch|perf|docs|tests)/[\w./-]+(?:/|\.\w+))`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_reached_from_the_readme():
+    linked = set(re.findall(r"\]\((docs/[\w.]+)\)", (ROOT / "README.md").read_text()))
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= linked
