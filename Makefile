@@ -78,6 +78,10 @@ lint: setup ## ruff, mypy, shellcheck
 	$(BIN)/mypy
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 
+.PHONY: docs
+docs: setup ## write docs/configuration.md from the source
+	$(BIN)/python docs/build.py
+
 .PHONY: audit
 audit: setup ## known vulnerabilities of the pinned dependencies; asks PyPI, so it is no part of the tests
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r launch/constraints.txt $(ARGS)

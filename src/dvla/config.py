@@ -33,7 +33,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 class Device(Enum):
-    """Where policies compute. Members are matched by name on the command line."""
+    """Where policies compute."""
 
     auto = "auto"
     cpu = "cpu"
@@ -302,7 +302,9 @@ class AlgoConfig:
     objective: Objective = Objective.decoupled
     logprob_type: LogprobType = LogprobType.token
     clip_ratio_low: float = 0.2
+    """A ratio below 1 minus this gives no gradient where the advantage is negative."""
     clip_ratio_high: float = 0.28
+    """A ratio above 1 plus this gives none where it is positive."""
     dual_clip: float | None = 3.0
     """Bound c of the loss for negative advantages; null switches it off."""
     behavior_ratio_cap: float | None = 5.0
@@ -334,13 +336,17 @@ class AlgoConfig:
     micro_batch_size: int = 32
     """Decisions of one forward-backward pass on one rank."""
     lr: float = 1e-4
+    """Learning rate of AdamW, after the warm-up."""
     warmup_steps: int = 0
     """Optimiser steps over which the learning rate rises linearly from lr/warmup_steps to lr."""
     lr_schedule: LrSchedule = LrSchedule.constant
     """What the learning rate does after the warm-up: `linear` and `cosine` let it fall to 0 at `num_steps`."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
+    """How long AdamW remembers gradients, and their squares."""
     weight_decay: float = 0.0
+    """AdamW's: share of each parameter that is taken away, by the learning rate."""
     max_grad_norm: float = 1.0
+    """Norm to which a larger gradient is cut, over all trained parameters."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -551,6 +557,7 @@ class TelemetryConfig:
     report: bool = True
     """Draw the run as report.html when it ends."""
     tensorboard: bool = True
+    """Write the metrics for TensorBoard, too."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -753,8 +760,11 @@ class CloningConfig:
     warmup_steps: int = 20
     """Optimiser steps over which it rises linearly before."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
+    """How long AdamW remembers gradients, and their squares."""
     weight_decay: float = 0.0
+    """AdamW's: share of each parameter that is taken away, by the learning rate."""
     max_grad_norm: float = 1.0
+    """Norm to which a larger gradient is cut, over all trained parameters."""
     label_smoothing: float = 0.0
     """Share of the target that is spread evenly over all bins; openvla_oft only."""
     held_out_fraction: float = 0.05

@@ -1,6 +1,7 @@
 """Links of README.md and docs/ lead somewhere, and what they name is there."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,16 @@ def test_files_that_are_named_are_there(page):
 def test_every_page_is_reached_from_the_readme():
     linked = set(re.findall(r"\]\((docs/[\w.]+)\)", (ROOT / "README.md").read_text()))
     assert {f"docs/{page.name}" for page in PAGES[1:]} <= linked
+
+
+def test_the_reference_of_settings_is_what_the_source_says():
+    build = runpy.run_path(str(ROOT / "docs" / "build.py"))
+    assert build["PAGE"].read_text() == build["Reference"](build["SOURCE"].read_text()).page(), "run make docs"
+
+
+def test_every_setting_has_a_meaning_in_the_reference():
+    rows = re.findall(
+        r"^\| `([\w.]+)` \|.*\| ([^|]*) \|$", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 130
+    assert [key for key, meaning in rows if not meaning.strip()] == []
