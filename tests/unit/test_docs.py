@@ -55,3 +55,17 @@ def test_every_setting_has_a_meaning_in_the_reference():
     )
     assert len(rows) > 130
     assert [key for key, meaning in rows if not meaning.strip()] == []
+
+
+SECTIONS = "run|env|render|model|evaluation|algo|placement|runtime|memory|telemetry"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "metrics.md"], ids=lambda path: path.name)
+def test_settings_that_are_named_are_there(page):
+    text = page.read_text()
+    if page.name == "coming_from_rlinf.md":
+        text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)  # the other project's names
+    known = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
+    named = set(re.findall(rf"(?<![\w./])((?:{SECTIONS})\.(?!jsonl?\b)\w+)(?:=|`)", text))
+    parts = {f"{key}.options" for key in ("env", "model")}
+    assert {key for key in named if key not in known and key not in parts} == set()
