@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": ("a policy behind a websocket", "checkpoint=runs/pushcube_oft/checkpoints/latest port=8000"),
     "plan": ("what a policy or a run will cost", "model=openvla_oft_full model.lora_rank=32"),
     "report": ("report.html of a run", "runs/pushcube_oft"),
+    "doctor": ("whether this machine has what is needed", ""),
 }
 """Module below ``dvla``: what it does, and an example."""
 
@@ -23,7 +24,9 @@ COMMANDS = {
 def usage() -> str:
     """What there is, a line each."""
     lines = ["usage: dvla COMMAND [key=value …]; dvla COMMAND --help says more", ""]
-    lines += [f"  {name:<10}{what}\n{'':12}dvla {name} {example}" for name, (what, example) in COMMANDS.items()]
+    lines += [
+        f"  {name:<10}{what}\n{'':12}dvla {name} {example}".rstrip() for name, (what, example) in COMMANDS.items()
+    ]
     return "\n".join([*lines, "", "On several processes: torchrun --standalone --nproc-per-node 2 -m dvla.train …\n"])
 
 

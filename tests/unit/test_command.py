@@ -23,7 +23,7 @@ def test_it_lists_every_program_with_an_example(monkeypatch, capsys, words):
     call(monkeypatch, *words)
     shown = capsys.readouterr().out
     for name, (what, example) in command.COMMANDS.items():
-        assert re.search(rf"  {name} +{re.escape(what)}\n +dvla {name} {re.escape(example)}\n", shown)
+        assert re.search(rf"  {name} +{re.escape(what)}\n +dvla {name} ?{re.escape(example)}\n", shown)
         assert find_spec(f"dvla.{name}")
 
 
