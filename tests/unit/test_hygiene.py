@@ -17,6 +17,7 @@ UNPICKLES = {"runtime/safe_reading.py"}
 """May subclass `pickle.Unpickler`, to say what it may find."""
 MAY_READ_THE_ENVIRONMENT = {
     "collect.py": "threads of the processes it starts",
+    "doctor.py": "which renderer is chosen",
     "entry.py": "what torchrun says of the rank",
     "envs/egl_devices.py": "which GPUs there are",
     "envs/libero_setup.py": "the simulator's own settings",
