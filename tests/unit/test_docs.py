@@ -57,6 +57,20 @@ def test_every_setting_has_a_meaning_in_the_reference():
     assert [key for key, meaning in rows if not meaning.strip()] == []
 
 
+def test_every_error_warning_and_exit_code_has_an_entry():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    errors = set(re.findall(r"^class ([A-Z]\w*Error)\(", source, re.MULTILINE)) - {
+        "RunFailedError"
+    }  # it carries another
+    assert {name for name in errors if f"| `{name}` |" not in text} == set()
+    health = (ROOT / "src" / "dvla" / "rl" / "health.py").read_text()
+    warnings = set(re.findall(r"HealthWarning\(\s*\"(\w+)\"", health))
+    assert len(warnings) >= 12
+    assert {name for name in warnings if f"`{name}`" not in text} == set()
+    assert [f"| {code} |" in text for code in range(5)] == [True, True, True, True, False]
+
+
 SECTIONS = "run|env|render|model|evaluation|algo|placement|runtime|memory|telemetry"
 
 
