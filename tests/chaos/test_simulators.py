@@ -53,7 +53,7 @@ def same(played, wanted):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["maniskill", "libero"])
+@pytest.mark.parametrize("name", ["maniskill", pytest.param("libero", marks=pytest.mark.chaos_full)])
 def test_states_and_pictures_do_not_depend_on_the_number_of_workers(alone, name, tmp_path):
     """Nor on two, of which one is killed (below)."""
     same(play_episodes(make(name, tmp_path, num_workers=4, episodes=EPISODES[name]), tmp_path), alone(name))
