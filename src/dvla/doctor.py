@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
@@ -177,7 +178,7 @@ def main() -> None:
         for finding in examine():
             missing += finding.verdict == MISSING
             colour = _COLOURS[finding.verdict]
-            table.add_row(finding.what, f"[{colour}]{finding.verdict}[/]", finding.found, finding.remedy)
+            table.add_row(finding.what, f"[{colour}]{finding.verdict}[/]", *map(escape, finding[2:]))
             status.update(f"looked at {finding.what}")
     console.print(table)
     console.print(f"{missing} missing" if missing else "everything that is needed is here")

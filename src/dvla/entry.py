@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from dvla.config import ConfigError, register
 from dvla.runtime.failure import EXIT_FAILED, EXIT_SETTING, Failure, RunFailedError, announce
@@ -48,6 +50,11 @@ def start_rank(config_name: str, title: str, work: Callable[[DictConfig, StopReq
     @hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)
     def start(composed: DictConfig) -> None:
         try:
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise ConfigError(
+                    "-m (multirun): a run ends its process, so there would be no second one: start one command for each, "
+                    "as in for seed in 1 2; do python -m dvla.train seed=$seed run.name=seed$seed …; done"
+                )
             code = work(composed, stop_request)
         except ConfigError as error:  # found by all ranks: one says it
             code = EXIT_SETTING

@@ -57,3 +57,13 @@ def test_a_program_gets_its_words_and_its_own_name(monkeypatch):
 def test_the_list_needs_no_torch():
     code = "import sys; from dvla.command import main; sys.argv = ['dvla']; main(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_several_runs_in_one_process_are_refused_and_not_forgotten(tmp_path):
+    words = ("-m", "experiment=reach", "seed=1,2", f"run.root={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, "-m", "dvla.train", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "start one command for each, as in for seed in 1 2; do" in done.stderr + done.stdout
+    assert not (tmp_path / "reach").exists()

@@ -41,10 +41,11 @@ def test_this_machine_has_what_the_tests_need():
 
 def test_something_missing_is_an_exit_code():
     code = (
-        "from dvla import doctor; doctor.examine = lambda: [doctor.Finding('x', doctor.MISSING, 'gone', 'get it')]; "
+        "from dvla import doctor; doctor.examine = lambda: [doctor.Finding('x', doctor.MISSING, 'gone [x]', 'get it')]; "
         "doctor.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
+    assert "gone [x]" in done.stdout
     assert "get it" in done.stdout
     assert "1 missing" in done.stdout
