@@ -47,10 +47,13 @@ TOLERANCES = {
 
 
 def regressions(baseline: dict[str, float], now: dict[str, float], *, same_machine: bool) -> list[str]:
-    """What is worse than its tolerance, in words. Figures that only one side has are left out."""
+    """What is worse than its tolerance, or was measured once and is not now, in words."""
     found = []
     for name, tolerance in TOLERANCES.items():
-        if name not in baseline or name not in now or not (tolerance.is_ratio or same_machine):
+        if name not in baseline or not (tolerance.is_ratio or same_machine):
+            continue
+        if name not in now:
+            found.append(f"{name}: not measured, the baseline is {baseline[name]:.3g}")
             continue
         limit = baseline[name] * (1 - tolerance.worse if tolerance.is_better_high else 1 + tolerance.worse)
         if now[name] < limit if tolerance.is_better_high else now[name] > limit:
@@ -74,6 +77,8 @@ def main() -> None:
     parser.add_argument("scripts", nargs="*", default=SCRIPTS, help=f"of {', '.join(SCRIPTS)}; all")
     arguments = parser.parse_args()
     worse = []
+    if arguments.check and (unmeasured := [script for script in arguments.scripts if not read(RESULTS, script)[0]]):
+        sys.exit(f"nothing to compare {', '.join(unmeasured)} with: first make bench ARGS='{' '.join(unmeasured)}'")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if arguments.check else RESULTS
         for number, script in enumerate(arguments.scripts, 1):

@@ -36,8 +36,8 @@ def test_seconds_of_another_machine_are_no_measure_but_ratios_are():
     assert regressions(baseline, now, same_machine=False) == [f"{HIGH}: 0.5, the baseline is 0.95, the limit 0.902"]
 
 
-def test_what_one_side_lacks_is_left_out():
-    assert regressions({HIGH: 1.0}, {}, same_machine=True) == []
+def test_a_figure_that_is_gone_is_worse_and_a_new_one_is_not():
+    assert regressions({HIGH: 1.0}, {}, same_machine=True) == [f"{HIGH}: not measured, the baseline is 1"]
     assert regressions({}, {HIGH: 0.0}, same_machine=True) == []
 
 
